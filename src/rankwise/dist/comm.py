@@ -136,7 +136,7 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
             dist.init_process_group(
                 backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
             )  # fmt: skip
-            _wait_until_connected(backend)
+            _wait_until_connected()
             return world
         store = stores.of_agent(world, timeout) if ours else stores.of_torch(world, timeout)
     elif lacks:
@@ -146,15 +146,21 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
     if backend is None:
         backend = _agreed_backend(world, store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-    _wait_until_connected(backend)
+    _wait_until_connected()
     return world
 
 
-def _wait_until_connected(backend: str) -> None:
+def _wait_until_connected() -> None:
     """Collective. gloo returns as soon as this rank is connected. If it exited then, a rank that is still connecting would
     fail: one start in 25 of a script that does nothing else, with 6 ranks on a busy machine of 2 cores."""
-    if backend == "gloo" or "cpu:gloo" in backend:
-        dist.all_reduce(torch.zeros(1))
+    if "cpu:gloo" not in dist.get_backend_config().split(","):
+        return
+    group: Any = dist.group.WORLD
+    try:
+        group.allreduce([torch.zeros(1, device=_CPU)]).wait()  # not dist.all_reduce: the user's first collective is number 1
+    except BaseException:
+        dist.destroy_process_group()  # if the script catches this, it must not go on as if it were connected
+        raise
 
 
 def _agreed_backend(world: World, store: Any) -> str:

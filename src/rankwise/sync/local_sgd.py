@@ -267,17 +267,13 @@ class LocalSGD:
             with self._local.averaged(module):
                 yield
             return
-        rows = tell([self._weight])
-        total = sum(row[0] for row in rows)
         tensors = self._averaged_tensors(module)
         counted = _counted_buffers(self._model if module is None else module)
         own = [tensor.detach().clone() for tensor in (*tensors, *counted)]
         outside = self._own
         if module is None and outside is None:
             self._own = self._kept(tensors, counted, own)
-        # Without a step since the last average all replicas are equal; another module (EMA) may differ on each rank.
-        equal = float(comm.is_main()) if module is None else 1 / comm.world_size()
-        average(tensors, self._weight / total if total > 0 else equal)
+        average(tensors, self._share_of_average() if module is None else 1 / comm.world_size())
         comm.broadcast(counted)
         try:
             yield
@@ -286,6 +282,11 @@ class LocalSGD:
             with torch.no_grad():
                 for tensor, value in zip((*tensors, *counted), own, strict=True):
                     tensor.copy_(value)
+
+    def _share_of_average(self) -> float:
+        """Collective. By the samples of this rank since the last average. Without any on all ranks, the replicas are equal."""
+        total = sum(row[0] for row in tell([self._weight]))
+        return self._weight / total if total > 0 else float(comm.is_main())
 
     def _kept(
         self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
