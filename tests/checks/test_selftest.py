@@ -196,13 +196,28 @@ def test_ranks_that_draw_the_same_batches_without_a_loader_are_caught(tested: Te
     assert "torch.manual_seed(seed + rank)" in told
 
 
+AN_EVALUATION = """\
+    with torch.no_grad():
+        for v, _ in DataLoader(dataset, batch_size=8):
+            model(v)
+"""
+
+
 @pytest.mark.parametrize(
-    ("call", "samples", "why"),
-    [("model(x)", "ok", "has other samples on 2 ranks"), ("model(input=x)", "open", "each rank may make other batches")],
-    ids=["seen", "given by name"],
+    ("change", "samples", "why"),
+    [
+        (("model(x)", "model(x)"), "ok", "has other samples on 2 ranks"),
+        (("model(x)", "model(input=x)"), "open", "each rank may make other batches"),
+        (("    for _ in", AN_EVALUATION + "    for _ in"), "ok", "has other samples on 2 ranks"),
+        (("torch.randint(65536, (8,))", "torch.arange(8)"), "open", "the inputs of the model are always the same"),
+        (("model(x)", "model(x.to_sparse())"), "open", "each rank may make other batches"),
+    ],
+    ids=["seen", "given by name", "with an evaluation by a loader", "the same inputs on purpose", "sparse"],
 )
-def test_batches_that_each_rank_draws_itself_are_no_mistake(call: str, samples: str, why: str, tested: Tested) -> None:
-    status, checks, told = tested(planted(BATCHES_BY_HAND, ("model(x)", call)))
+def test_batches_that_each_rank_makes_itself_are_no_mistake(
+    change: tuple[str, str], samples: str, why: str, tested: Tested
+) -> None:
+    status, checks, told = tested(planted(BATCHES_BY_HAND, change))
     assert status == 0, told
     assert (checks["samples"], checks["gradients"]) == (samples, "open"), told
     assert why in " ".join(told.split())

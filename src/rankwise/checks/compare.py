@@ -65,7 +65,7 @@ def _samples(records: Sequence[Record]) -> Finding:
     if not taken or not any(taken):
         return Finding("samples", OPEN, f"{here}: no DataLoader or rankwise.Loader was seen that gives the model its batches")
     if not any(one["trained"] for record in records for one in record["passes"]):
-        return _samples_by_hand(steps, here)
+        return _samples_by_hand(steps, here, len(records))
     for number, step in enumerate(steps):
         seen = Counter(_key(sample) for batch in step for sample in set(map(_key, batch)))
         twice = sum(count - 1 for count in seen.values())
@@ -87,17 +87,19 @@ def _samples(records: Sequence[Record]) -> Finding:
     return Finding("samples", OK, f"{len(steps)} batches, no sample twice on {{}}", where=str(len(records)))
 
 
-def _samples_by_hand(steps: Sequence[Sequence[Sequence[Any]]], here: str) -> Finding:
-    """Of batches that the script makes itself: their rows, which may be equal by chance."""
+def _samples_by_hand(steps: Sequence[Sequence[Sequence[Any]]], here: str, ranks: int) -> Finding:
+    """Of batches that the script makes itself: the rows of the model's inputs, which may be equal by chance or on purpose."""
     if all(batch == step[0] for step in steps for batch in step):
+        if all(step[0] == steps[0][0] for step in steps):
+            return Finding("samples", OPEN, f"{here}: the inputs of the model are always the same")
         return Finding(
-            "samples", FAILED, f"{here}: all ranks make the same batches, {len(steps)} times",
+            "samples", FAILED, f"{here}: all ranks make the same batches, {count(len(steps), 'time')}",
             "the ranks draw their batches with the same seed, or take the same part of the data",
             "draw with another seed on each rank, torch.manual_seed(seed + rank), or use rankwise.Loader",
         )  # fmt: skip
     if any(set(one) & set(other) for step in steps for one, other in combinations(step, 2)):
-        return Finding("samples", OPEN, f"{here}: without a loader; some rows are equal on two ranks")
-    return Finding("samples", OK, f"{here}: {len(steps)} batches without a loader, no row on two ranks")
+        return Finding("samples", OPEN, f"{here}: some inputs of the model are equal on two ranks, which may be chance")
+    return Finding("samples", OK, f"{len(steps)} batches of the script, no input of the model twice on {{}}", where=str(ranks))
 
 
 def _key(sample: Any) -> Any:

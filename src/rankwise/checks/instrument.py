@@ -40,6 +40,7 @@ from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # steps whose gradients and parameters are kept
 _OTHER_BATCHES = 2  # batches to use of a loader that is not used for training
+_MOST_ROWS = 4096  # of an input whose rows are compared: a whole graph is not a batch
 
 
 class Enough(SystemExit):
@@ -70,6 +71,9 @@ class Instrument:
         self._number: dict[int, int] = {}
         self._kept: list[Any] = []  # loaders are kept alive, so that no id is used twice
         self._passes: list[_LoaderPass] = []
+        self._source: _LoaderPass | None = None
+        """The pass that has given the newest batch for training: one that was taken while autograd was on."""
+
         self._forwards = 0
         self._model: nn.Module | None = None
         self._steps: list[dict[str, Any]] = []
@@ -121,11 +125,15 @@ class Instrument:
         if self._forwards > 2 * self._settings.cut + 3:
             raise Enough(0)
         self._model = module
-        if self._passes:
-            self._passes[-1].trained = True
-            self._batches += self._passes[-1].samples[-1:]
-        elif rows := row_digests(inputs):  # no loader: the script makes its batches itself
+        if self._source is not None:
+            self._source.trained = True
+            self._batches += self._source.samples[-1:]
+        elif rows := _rows_of(inputs):  # no loader: the script makes its batches itself
             self._batches.append(rows)
+
+    def _took(self, batches: _LoaderPass) -> None:
+        if torch.is_grad_enabled():
+            self._source = batches
 
     def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         names = {id(p): n.removeprefix("module.") for n, p in self._model.named_parameters()} if self._model else {}
@@ -239,6 +247,7 @@ class Instrument:
                 instrument._look_into(index, batch)
             else:
                 mine.samples.append([digest(t) for t in tensors_in(batch)])
+            instrument._took(mine)
             return batch
 
         return next
@@ -272,6 +281,7 @@ class Instrument:
                 samples = self._of(asked.popleft(), answer)
                 mine.samples.append(samples)
                 self._look_into(samples, answer)
+                self._took(mine)
                 yield answer
 
         return fetched
@@ -318,6 +328,18 @@ class Instrument:
             "norms": [name.removeprefix("module.") for name in norms],
             "bypassed": self._model is not None and id(self._model) in inner, "wrapped": len(wrapped),
         }  # fmt: skip
+
+
+def _rows_of(inputs: Any) -> list[str]:
+    """Digests of the rows of a model's inputs. Empty for what another module has computed, and for tensors without plain rows
+    (sparse, nested, of torch.func)."""
+    tensors = list(tensors_in(inputs))
+    if any(t.requires_grad or t.layout is not torch.strided or (t.dim() and len(t) > _MOST_ROWS) for t in tensors):
+        return []
+    try:
+        return row_digests(tensors)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return []
 
 
 def _mixes(module: nn.Module) -> bool:
