@@ -31,7 +31,7 @@ from rankwise.data import Order
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, Stopped
 from rankwise.sync import AllReduce
-from rankwise.telemetry import writers
+from rankwise.telemetry import progress, writers
 from rankwise.training.state import TrainState
 
 Flat = npt.NDArray[np.float64]
@@ -969,6 +969,32 @@ def test_the_global_batch_is_said_with_what_it_is_made_of(tmp_path: Path) -> Non
         "global batch 8 = 4 x 2 ranks", "global batch 8 = 2 x 2 ranks x 2 accumulated",
         "global batch 9 = 2 or 3 x 2 ranks x 2 accumulated", "global batch 6 = 3 x 2 ranks",
     ]  # fmt: skip
+
+
+def short_epochs(folder: Path, fewest: int, shorter_than_s: float) -> list[str]:
+    progress._TOLD, progress._TOLD_EVERY_S = fewest, shorter_than_s
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer(folder / "run", eval_data=data(), eval_every=2, max_epochs=8).fit()
+    return out.getvalue().splitlines()
+
+
+def test_short_epochs_and_evaluations_are_not_all_printed_and_slow_ones_are(tmp_path: Path) -> None:
+    """Epochs of 4 steps, and an evaluation after every second step."""
+
+    def told(lines: list[str]) -> tuple[list[str], list[str]]:
+        epochs = [line.split(":")[0] for line in lines if line.startswith("epoch ")]
+        return epochs, [line.split(":")[0] for line in lines if re.match(r"step \d+: eval_loss", line)]
+
+    [lines] = on_ranks(1, short_epochs, tmp_path / "short", 2, 1e9)
+    assert told(lines) == (["epoch 1", "epoch 2"], ["step 2", "step 4", "step 6", "step 8"])
+    assert [line for line in lines if "are short" in line] == [
+        "evaluations are short: from here on one per second is printed; metrics.jsonl has all",
+        "epochs are short: from here on one per second is printed; metrics.jsonl has all",
+    ]
+    assert any(line.startswith("done: 32 steps, loss ") for line in lines), "the last metrics are in it"
+    [lines] = on_ranks(1, short_epochs, tmp_path / "slow", 2, 0.0)
+    assert told(lines) == ([f"epoch {k}" for k in range(1, 9)], [f"step {k}" for k in range(2, 33, 2)])
+    assert not [line for line in lines if "are short" in line]
 
 
 def with_tensorboard(folder: Path) -> tuple[Flat, str]:

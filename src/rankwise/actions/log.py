@@ -123,7 +123,7 @@ class Log:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
         skipped = state.steps_left_out - self._skipped_before
-        if self._is_main and self._progress.tells(state.step):
+        if self._is_main and self._progress.tells("epoch", state.step):
             place = f"{self._progress.place(state.step)}, {self._pace(state)}"
             steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
             self._progress.say(in_lines(f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"))

@@ -111,7 +111,7 @@ class Evaluate:
         text = f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         if self._progress is None:
             log.say(text)
-        elif self._progress.tells(state.step):
+        elif self._progress.tells("epoch" if state.epoch_ended else "evaluation", state.step):
             self._progress.say(text)
         self.wait_s += time.perf_counter() - began
 

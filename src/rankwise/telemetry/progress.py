@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 
 from rankwise.dist import log
 from rankwise.host.terminal import Terminal, progress_line
@@ -17,7 +18,20 @@ from rankwise.ipc.shared_page import Row
 _INTERVAL_S = 0.1
 _TEXT = 120  # characters: neither a terminal nor the page has room for more
 _TOLD, _TOLD_EVERY_S = 10, 1.0
-"""The lines of epochs and evaluations: those of this many steps are printed, and then those of one step per interval."""
+"""Of epochs, and of evaluations within them, this many are printed, and then at most one per interval."""
+
+
+@dataclass
+class _Printed:
+    """What was printed of epochs, or of evaluations."""
+
+    times: int = 0
+    at_s: float = 0.0
+    asked: int = -1
+    """The step that was asked for last, and the answer."""
+
+    answer: bool = False
+    said_short: bool = False
 
 
 class Progress:
@@ -35,8 +49,7 @@ class Progress:
         self._began = time.monotonic()
         self._next = self._began
         self._pace_since = self._began, initial
-        self._told, self._told_s, self._asked = 0, self._began, (-1, False)
-        self._says_short = True
+        self._told: dict[str, _Printed] = {}
 
     def place(self, done: int) -> str:
         """`step 110/800`; `step 110` if the total is unknown."""
@@ -76,18 +89,19 @@ class Progress:
         elif self._terminal is not None and self._terminal.is_tty:
             self._terminal.status(progress_line(progress, self._terminal.columns))
 
-    def tells(self, step: int) -> bool:
-        """Whether to print what ends with this step: an epoch, an evaluation. Short ones would fill the screen."""
-        if step != self._asked[0]:
+    def tells(self, kind: str, step: int) -> bool:
+        """Whether to print what ends with this step. `kind`: "epoch", also for an evaluation at its end, or "evaluation". Short
+        ones would fill the screen."""
+        told = self._told.setdefault(kind, _Printed())
+        if step != told.asked:
             now = time.monotonic()
-            tells = self._told < _TOLD or now - self._told_s >= _TOLD_EVERY_S
-            if tells:
-                self._told, self._told_s = self._told + 1, now
-            elif self._says_short:
-                self.say("epochs are short: from here on one per second is printed; metrics.jsonl has all")
-                self._says_short = False
-            self._asked = step, tells
-        return self._asked[1]
+            told.asked, told.answer = step, told.times < _TOLD or now - told.at_s >= _TOLD_EVERY_S
+            if told.answer:
+                told.times, told.at_s = told.times + 1, now
+            elif not told.said_short:
+                told.said_short = True
+                self.say(f"{kind}s are short: from here on one per second is printed; metrics.jsonl has all")
+        return told.answer
 
     def say(self, text: str) -> None:
         """Print a line above the progress line, on the main rank."""
