@@ -62,7 +62,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "01_torchrun_script.py": ((), "epoch 10: rank 0 of 2"),
     "02_own_loop.py": ((), "done after 290 steps"),
     "03_trainer_digits.py": ((), "done: 480 steps"),
-    "04_gpt.py": (("--steps", "6", "--local-rank=0"), "--- a sample ---"),  # like torch.distributed.launch
+    "04_gpt.py": (("--steps", "3", "--batch=8", "--local-rank=0"), "--- a sample ---"),  # like torch.distributed.launch
     "05_ranks.py": ((), "done: 3.1"),
     "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
     "07_evaluation.py": ((), "macro F1 0.8"),
