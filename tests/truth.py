@@ -28,7 +28,7 @@ says = dict(host=platform.node(), rank=world.rank, local_rank=world.local_rank, 
 Path(__file__).with_name("said").joinpath(f"{platform.node()}-{os.getpid()}").write_text(json.dumps(says))
 """
 PYTHON = sys.executable
-RANKWISE = f"{shlex.quote(PYTHON)} -m rankwise"
+RANKWISE = f"{PYTHON} -m rankwise"
 TORCHRUN = "{python} -W ignore -m torch.distributed.run"
 DEADLINE_S = 100.0
 
@@ -149,8 +149,7 @@ def ask(place: Place, folder: Path, source: str, python: str = PYTHON, **environ
     (folder / "said").mkdir(parents=True)
     (folder / "home").mkdir()
     script.write_text(source)
-    words = {"python": shlex.quote(python), "script": str(script)}
-    words["own"] = str(script) if python == PYTHON else f"-- {words['python']} {script}"
+    words = {"python": python, "script": str(script), "own": str(script) if python == PYTHON else f"-- {python} {script}"}
     command = shlex.split(place.command.format(**words))
     env = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), "TMPDIR": str(folder), **ALLOWED, **environ}
     env |= {name: value for name, value in os.environ.items() if name.startswith("SGE_")}
