@@ -198,7 +198,6 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
                        "two forward passes give different results", "switch it off (self.training) and test again")  # fmt: skip
     reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
     apart, factors = {}, {}
-    seen = bool(_first_samples(starts[low]))
     for ranks, records in starts.items():
         if ranks == low:
             continue
@@ -220,7 +219,7 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
             "the loss is a sum, or is divided by a fixed number: its gradient shrinks with the number of ranks",
             "none if the global batch grows with the ranks and the learning rate is chosen for that",
         )  # fmt: skip
-    if not seen:
+    if not _first_samples(starts[low]):
         return Finding(
             "gradients", OPEN, f"differ from {evidence}", "each rank may make other batches: none was seen",
             "to compare them, use a loader with the same sampler and seed on any number of ranks",

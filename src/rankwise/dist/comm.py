@@ -153,7 +153,7 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
 def _wait_until_connected() -> None:
     """Collective. gloo returns as soon as this rank is connected. If it exited then, a rank that is still connecting would
     fail: one start in 25 of a script that does nothing else, with 6 ranks on a busy machine of 2 cores."""
-    if "cpu:gloo" not in dist.get_backend_config().split(","):
+    if _backends().get("cpu") != "gloo":
         return
     group: Any = dist.group.WORLD
     try:
@@ -310,10 +310,15 @@ def group_for(device: torch.device) -> Any:
     if device.type != "cpu":
         return None
     if _for_cpu[0] is not dist.group.WORLD:
-        has_cpu = any(part.split(":")[0] == "cpu" for part in dist.get_backend_config().split(","))
-        made = None if has_cpu or not dist.is_gloo_available() else dist.new_group(backend="gloo")
+        made = None if "cpu" in _backends() or not dist.is_gloo_available() else dist.new_group(backend="gloo")
         _for_cpu = dist.group.WORLD, made
     return _for_cpu[1]
+
+
+def _backends() -> dict[str, str]:
+    """The backend of the default group for each type of device."""
+    parts = (part.partition(":") for part in dist.get_backend_config().split(","))
+    return {kind: backend for kind, _, backend in parts}
 
 
 _CPU = torch.device("cpu")
