@@ -18,7 +18,6 @@ buffers in a forward pass.
 
 import _thread
 import functools
-import importlib.abc
 import importlib.util
 import inspect
 import mmap
@@ -224,8 +223,8 @@ class Distributed:
         torch.autograd.backward = noted_backward
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `prepare(module)` as soon as the module `name` is imported."""
+class AfterImport:
+    """A finder of modules that calls `prepare(module)` as soon as the module `name` is imported."""
 
     def __init__(self, name, prepare):
         self._name = name
