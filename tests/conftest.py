@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import resource
@@ -16,6 +17,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _BEGAN = time.time()
+
+gc.disable()  # a collection during the imports finds nothing to free, and takes a third of their time
 
 _FOREIGN = (
     "RANK",
@@ -37,11 +40,19 @@ _FOREIGN = (
 def pytest_configure() -> None:
     """If the tests are started by nohup or in the background of a shell, these signals are ignored; what the tests start must
     not ignore them."""
+    # Tests ask no name server. torch asks for the name of each address that connects, and warns if it finds none.
+    os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons start here, and each would compile all our files
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)  # ignored here as before; but a handler does not survive an exec
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()
+    gc.freeze()  # thousands of tests, torch: nothing that a collection during a test could free
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,14 +131,19 @@ def _cluster(item: pytest.Item) -> int:
     return next((number for number, name in enumerate(_CLUSTERS) if name in asked), -1)
 
 
-@pytest.fixture(autouse=True)
-def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    # Not the configuration of the person who runs the tests. Spawned ranks start without torch, whose import takes the time of
-    # ten such runs. Tests of the fork, or whose script needs torch, ask for it.
+@pytest.fixture(scope="session")
+def _configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not that of the person who runs the tests. Spawned ranks start without torch, whose import takes the time of ten such
+    runs. Tests of the fork, or whose script needs torch, ask for it."""
     configuration = tmp_path_factory.mktemp("configuration")
     (configuration / "rankwise.toml").write_text('start-method = "spawn"\n')
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(configuration))
+    return configuration
+
+
+@pytest.fixture(autouse=True)
+def _empty_place(tmp_path: Path, _configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(_configuration))
     # As in an active environment, in which the command is `rankwise`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name in list(os.environ):

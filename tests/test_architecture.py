@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,6 +67,11 @@ relative imports. They import only each other, the standard library and torch.""
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def package(path: Path) -> str:
     """The package or module at the top that a file belongs to."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
@@ -80,7 +86,7 @@ def imports(path: Path, at_start: bool = False) -> list[str]:
     """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; with `at_start`, only on
     import."""
     found = []
-    for node in _at_start(ast.parse(path.read_text())) if at_start else ast.walk(ast.parse(path.read_text())):
+    for node in _at_start(parsed(path)) if at_start else ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level and name_of(path) in BESIDE:
@@ -153,7 +159,7 @@ ORDINARY = {"local", "manual", "others"}
 
 def named_schedulers(path: Path) -> list[str]:
     """Where a file mentions one scheduler, except for texts for the user: an identifier, or a string that is its name."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     names = {*schedulers.launchers({}), *schedulers.queues()}
     special = names - ORDINARY
     compared = {id(side) for node in ast.walk(tree) if isinstance(node, ast.Compare) for side in (node.left, *node.comparators)}
@@ -235,9 +241,8 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_file_is_longer_than_500_lines_and_no_body_of_a_function_longer_than_50(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 500
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert path.read_text().count("\n") <= 500
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not [f.name for f in functions if body_lines(f) > 50]
 
 
@@ -254,7 +259,7 @@ OF_OTHERS = {"_fields", "_exit", "_reductions", "_usr_sig"}
 def private_names(path: Path) -> set[str]:
     """Names with one underscore in front that a file reads, writes or asks for but does not define. On `self`, `cls` and
     `super()`, they are defined somewhere in the package; `_rankwise_...` is what we set on an object of torch."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node.value)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr", "delattr"):
@@ -299,7 +304,7 @@ def test_a_private_name_elsewhere_is_found(line: str, tmp_path: Path) -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    names = [n.name.lstrip("_") for path in FILES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    names = [n.name.lstrip("_") for path in FILES for n in ast.walk(parsed(path)) if isinstance(n, ast.ClassDef)]
     assert [name for name, times in Counter(names).items() if times > 1] == []
 
 
@@ -317,7 +322,7 @@ def test_pytest_looks_for_tests_in_every_folder(pytestconfig: pytest.Config) -> 
 
 def test_each_module_says_what_it_owns() -> None:
     for path in FILES:
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert ast.get_docstring(parsed(path)), path
 
 
 def modules_after(statement: str) -> set[str]:

@@ -47,7 +47,7 @@ class Reused:
 
     def __init__(self, dtype: torch.dtype, in_place: bool) -> None:
         self.dtype, self.in_place = dtype, in_place
-        self.total: torch.Tensor | None = None  # created in the rank, because ranks would share one that is sent to them
+        self.total: torch.Tensor | None = None  # created at the first batch
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         _, y, _ = batch
@@ -58,14 +58,16 @@ class Reused:
         return {"y": (self.total, len(y)), "mixed": (self.total, torch.tensor(float(len(y))))}
 
 
+def by_sums() -> list[dict[str, float]]:
+    dtypes = (torch.float32, torch.float64, torch.int64)
+    return [figures(n, Reused(dtype, in_place), None) for n in SIZES for dtype in dtypes for in_place in (True, False)]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_sums_may_be_numbers_or_tensors_that_the_next_batch_overwrites(n: int) -> None:
-    for samples in SIZES:
-        mean = float(data(samples).tensors[1].double().mean())
-        for dtype in (torch.float32, torch.float64, torch.int64):
-            for in_place in (True, False):
-                for found in on_ranks(n, figures, samples, Reused(dtype, in_place), None):
-                    assert found == pytest.approx({"eval_y": mean, "eval_mixed": mean}, abs=1e-12)
+    means = [float(data(samples).tensors[1].double().mean()) for samples in SIZES for _ in range(6)]
+    for found in on_ranks(n, by_sums):
+        assert found == [pytest.approx({"eval_y": mean, "eval_mixed": mean}, abs=1e-12) for mean in means]
 
 
 # --- objects of torchmetrics
@@ -134,31 +136,9 @@ def in_one_process(samples: int, names: tuple[str, ...]) -> dict[str, float]:
     return expected
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_metric_of_torchmetrics_is_the_number_of_one_process_over_all_samples(n: int) -> None:
-    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics warns about lists that grow and classes without a sample
-        expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
-        answers = on_ranks(n, by_torchmetrics) if n > 1 else [by_torchmetrics()]
-    assert len(expected[0]) == 13
-    for answer in answers:
-        for got, wanted in zip(answer, expected, strict=True):
-            assert got.keys() == wanted.keys()
-            assert got == pytest.approx(wanted, rel=1e-5, nan_ok=True)
-
-
 def by_a_collection() -> dict[str, float]:
     collection = made(("some",))["some"]
     return figures(29, lambda model, batch: collection.update(batch[0].softmax(1), batch[1]), collection)
-
-
-def test_a_collection_of_torchmetrics_may_stand_for_all() -> None:
-    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
-    expected = {name.replace("some_", ""): value for name, value in in_one_process(29, ("some",)).items()}
-    for answer in on_ranks(2, by_a_collection):
-        assert answer == pytest.approx(expected)
-        assert len(answer) == 3
 
 
 def by_an_object_that_would_wait() -> dict[str, float]:
@@ -174,12 +154,28 @@ def by_an_object_that_would_wait() -> dict[str, float]:
     return figures(29, eval_fn, {"accuracy": accuracy}, size=4)
 
 
-def test_no_metric_waits_for_other_ranks_while_batches_are_evaluated() -> None:
+def by_all_of_them() -> tuple[list[dict[str, float]], dict[str, float], dict[str, float]]:
+    return by_torchmetrics(), by_a_collection(), by_an_object_that_would_wait()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])  # one test, because each rank imports torchmetrics, which takes a second
+def test_metrics_of_torchmetrics_and_collections_are_those_of_one_process_and_none_waits_for_other_ranks(n: int) -> None:
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics warns about lists that grow and classes without a sample
+        expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
+        some = {name.replace("some_", ""): value for name, value in in_one_process(29, ("some",)).items()}
+        answers = on_ranks(n, by_all_of_them) if n > 1 else [by_all_of_them()]
     x, y, _ = data(29)[:]
     right = (x.argmax(1) == y).float().mean().item()
-    for answer in on_ranks(3, by_an_object_that_would_wait):
-        assert answer == {"eval_accuracy": pytest.approx(right)}
+    assert len(expected[0]) == 13
+    assert len(some) == 3
+    for answer, collection, waited in answers:
+        for got, wanted in zip(answer, expected, strict=True):
+            assert got.keys() == wanted.keys()
+            assert got == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+        assert collection == pytest.approx(some)
+        assert waited == {"eval_accuracy": pytest.approx(right)}
 
 
 # --- other objects
