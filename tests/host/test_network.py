@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -99,3 +102,39 @@ def test_an_address_or_a_name_is_listened_at_alone_where_it_means_one_place_to_a
 def test_a_listener_at_one_address_is_at_no_other() -> None:
     with network.listen_at("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+ASKS = """
+import ctypes, socket, struct
+from rankwise.host import network
+
+sink = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+sink.bind(("127.0.0.1", 0))
+sink.setblocking(False)
+libc = ctypes.CDLL(None)
+libc.__res_state.restype = ctypes.c_void_p
+libc.__res_init()
+state = (ctypes.c_char * 36).from_address(libc.__res_state())
+struct.pack_into("=iHH4s8x", state, 16, 1, socket.AF_INET, socket.htons(sink.getsockname()[1]), socket.inet_aton("127.0.0.1"))
+before = bytes(state)
+with network.short_lookups("node1"):
+    assert bytes(state) == before
+query = libc.res_query if hasattr(libc, "res_query") else ctypes.CDLL("libresolv.so.2").__res_query  # before glibc 2.34
+with network.short_lookups("127.0.0.1"):
+    assert query(b"1.0.0.127.in-addr.arpa", 1, 12, ctypes.create_string_buffer(512), 512) < 0
+assert bytes(state) == before
+asked = 0
+try:
+    while sink.recv(512):
+        asked += 1
+except BlockingIOError:
+    print(asked, *struct.unpack_from("=ii", state))
+"""
+
+
+def test_a_name_server_that_does_not_answer_is_asked_once_for_a_second_while_an_address_is_connected() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
+    done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, env=environment, check=True)
+    asked, retrans, retry = map(int, done.stdout.split())
+    assert asked == 1
+    assert retrans > 1 or retry > 1  # as the machine has it: glibc's own are 5 seconds, twice

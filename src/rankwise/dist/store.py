@@ -116,7 +116,8 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
 
 def of_torch(world: World, timeout: timedelta) -> Any:
     """The store that torch creates or finds for "env://"."""
-    found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
+    with network.short_lookups(world.master_addr or ""):
+        found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
     found.set_timeout(timeout)
     return dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
 
@@ -133,11 +134,12 @@ def of_agent(world: World, timeout: timedelta) -> Any:
         # OSError: this process has already created a store there, and torch shares it.
         with contextlib.suppress(OSError):
             return _keys(_own(world, network.listen_at(*place), address, timeout, like_torch=True))
-    return _keys(
-        dist.TCPStore(  # type: ignore[attr-defined]
-            *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
+    with network.short_lookups(place[0]):
+        return _keys(
+            dist.TCPStore(  # type: ignore[attr-defined]
+                *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
+            )
         )
-    )
 
 
 def _keys(store: Any) -> Any:
@@ -149,14 +151,16 @@ def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, l
     address on this host. With `like_torch`, as for "env://", it waits until all ranks have connected, and a later store shares
     it."""
     port, fd = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,
-        master_listen_fd=fd,
-    )  # fmt: skip
+    with network.short_lookups(host):
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,
+            master_listen_fd=fd,
+        )  # fmt: skip
 
 
 def _theirs(world: World, host: str, port: int, timeout: timedelta) -> Any:
     """A connection of another rank to rank 0's store."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
-    )
+    with network.short_lookups(host):
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
