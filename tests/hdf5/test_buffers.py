@@ -107,3 +107,9 @@ def test_batches_that_are_kept_stay_what_they_were(tmp_path: Path) -> None:
     for (one,), (other,) in zip(kept, again, strict=True):
         assert torch.equal(one["x"], other["x"])
         assert torch.equal(one["x"][:, 0, 0, 0].double(), one["n"][:, 0])
+
+
+def test_memory_for_objects_has_no_old_bytes_which_would_be_taken_for_addresses() -> None:
+    made = Buffers().empty((20_000,), np.dtype(object))
+    made[:] = "text"
+    assert made.tolist() == ["text"] * 20_000

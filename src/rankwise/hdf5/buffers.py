@@ -38,7 +38,7 @@ class Buffers:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         size = prod(shape) * dtype.itemsize
-        if size < _SMALL:
+        if size < _SMALL or dtype.hasobject:  # objects need memory without old bytes
             return np.empty(shape, dtype)
         if self._pid != os.getpid():
             self._begin()
