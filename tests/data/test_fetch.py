@@ -45,6 +45,34 @@ class AsksForEachInOne(AsksForEach):
         raise AssertionError("samples are taken one by one")
 
 
+class Still(Noise):
+    draws_nothing = True
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": index, "noise": torch.zeros(3, dtype=torch.float64)}
+
+    def read_batch(self, indices: Any) -> Any:
+        return default_collate([self[index] for index in indices.tolist()])
+
+
+class Augmented(Dataset[Any]):
+    """As a user wraps a dataset, here one that draws nothing."""
+
+    def __init__(self, samples: int) -> None:
+        self.dataset = Still(samples)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.dataset[index], "noise": noise()}
+
+
+class Delegates(Augmented):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+
 class InOne(Noise):
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         return [self[index] for index in indices]
@@ -80,8 +108,11 @@ class Never(Noise):
 
 @pytest.mark.parametrize(
     "kind",
-    [Noise, Sometimes, lambda n: Subset(Noise(n), range(n)), AsksForEachInOne, lambda n: Subset(AsksForEach(n), range(n))],
-)
+    [
+        Noise, Sometimes, lambda n: Subset(Noise(n), range(n)), AsksForEachInOne, lambda n: Subset(AsksForEach(n), range(n)),
+        Augmented, Delegates,
+    ],
+)  # fmt: skip
 def test_augmented_samples_are_the_same_on_any_number_of_workers_and_ranks(kind: Any) -> None:
     expected = samples_of(kind(13), 1)
     assert len(expected) == 26

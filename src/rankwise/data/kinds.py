@@ -63,10 +63,21 @@ def reader_of(dataset: Any) -> Read | None:
 
 def _batch_reader(dataset: Any) -> Read | None:
     if type(dataset) is not Subset:
-        read = getattr(dataset, "read_batch", None)
+        read = dataset.read_batch if _declares(dataset, "read_batch") else None
         return read if read is None or "empty" in signature(read).parameters else partial(_without_empty, read)
     read = _batch_reader(dataset.dataset)
-    return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
+    return partial(_part, read, _table(dataset)) if read is not None else None
+
+
+def _table(subset: Subset[Any]) -> Indices:
+    """Its indices, none of them negative. Raises DataError for one that is not in its dataset."""
+    table, samples = np.asarray(subset.indices, np.int64), len(subset.dataset)  # type: ignore[arg-type]
+    wrong = table[(table < -samples) | (table >= samples)]
+    if len(wrong):
+        raise DataError(
+            f"the Subset has the index {wrong[0]}, and its dataset ({type(subset.dataset).__name__}) has {samples} samples"
+        )
+    return np.where(table < 0, table + samples, table)
 
 
 def _without_empty(read: Callable[[Indices], Any], indices: Indices, empty: Empty | None) -> Any:
@@ -77,7 +88,7 @@ def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
     """The dataset's function that takes the samples that are needed soon (data.ahead); None if there is none."""
     if type(dataset) is Subset:
         tell = teller_of(dataset.dataset, 1)  # a subset has other blocks than the whole dataset
-        return partial(_tell_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
+        return partial(_tell_part, tell, _table(dataset)) if tell is not None else None
     found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
     return found
 
@@ -102,11 +113,16 @@ def draws_nothing(dataset: Any) -> bool:
 
 
 def promises(dataset: Any, attribute: str) -> bool:
-    """Whether the dataset, or the dataset that it wraps as `dataset` (torch's Subset), has this attribute, with a true
-    value."""
-    while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
+    """Whether the dataset, or the one behind torch's Subset, declares this attribute, with a true value. Any other wrapper may
+    draw random numbers itself, whatever it wraps."""
+    while type(dataset) is Subset and not _declares(dataset, attribute):
         dataset = dataset.dataset
-    return bool(getattr(dataset, attribute, False))
+    return _declares(dataset, attribute) and bool(getattr(dataset, attribute))
+
+
+def _declares(dataset: Any, attribute: str) -> bool:
+    """Whether it has the attribute itself: not by a `__getattr__` that asks the dataset inside."""
+    return hasattr(type(dataset), attribute) or attribute in getattr(dataset, "__dict__", {})
 
 
 def has_getitems(dataset: Any) -> bool:
