@@ -505,3 +505,25 @@ def test_a_loader_needs_no_world_before_it_is_used_and_then_says_that_init_was_n
         assert text.startswith(f"rank {rank} of 2 has not joined the others; call rankwise.init() first")
     loader = Loader(Items(12), batch_size=2)
     assert loader.global_batch_size == 2
+
+
+def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ranks() -> None:
+    first = Loader(Items(64), batch_size=4).at(world(0, 4))
+    second = Loader(Items(64), batch_size=4).at(world(0, 2))
+    second.load_state_dict(first.state_dict())
+    third = Loader(Items(64), batch_size=4).at(world(0, 2))
+    third.load_state_dict(second.state_dict())
+    assert (second.accumulate, third.accumulate, third.global_batch_size) == (2, 2, 16)
+    fourth = Loader(Items(64), batch_size=4).at(world(0, 4))
+    fourth.load_state_dict(third.state_dict())
+    assert fourth.accumulate == 1
+    changed = Loader(Items(64), global_batch_size=16, accumulate=4).at(world(0, 2))
+    changed.load_state_dict(Loader(Items(64), global_batch_size=16).at(world(0, 2)).state_dict())
+    assert changed.accumulate == 4  # the user's wish, on the same number of ranks
+
+
+def test_other_data_has_no_more_samples_in_a_batch_than_the_training() -> None:
+    data = Items(40)
+    data.lengths = [1] * 40  # type: ignore[attr-defined]
+    loader = Loader(data, batches=LengthBatches(tokens=100, max_samples=8), accumulate=2).at(world(0, 1))
+    assert max(len(batch) for [batch] in loader.over(data)) == 4

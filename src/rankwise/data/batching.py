@@ -267,12 +267,13 @@ class LengthBatches:
         self.tokens, self.global_tokens = tokens, global_tokens
         self.lengths, self.pool, self.max_samples = lengths, pool, max_samples
 
-    def of_one_micro_batch(self, accumulate: int) -> LengthBatches:
+    def of_one_micro_batch(self, accumulate: int, ranks: int) -> LengthBatches:
         """The same for other data, which has its own lengths."""
+        most = None if self.max_samples is None else max(self.max_samples // accumulate, ranks)
         if self.tokens is not None:
-            return LengthBatches(self.tokens)
+            return LengthBatches(self.tokens, max_samples=most)
         assert self.global_tokens is not None
-        return LengthBatches(global_tokens=self.global_tokens / accumulate)
+        return LengthBatches(global_tokens=self.global_tokens / accumulate, max_samples=most)
 
     def cut(self, dataset: Any, order: Order, parts: int, by: type[ByTokens] = ByTokens) -> ByTokens:
         """`parts`: the number of micro-batches of a step, over all ranks."""

@@ -257,7 +257,7 @@ class Loader:
         the data has an attribute `lengths` and this Loader cuts by length.
         """
         if isinstance(self._batches, LengthBatches) and hasattr(dataset, "lengths"):
-            cut: dict[str, Any] = {"batches": self._batches.of_one_micro_batch(self._given_accumulate)}
+            cut: dict[str, Any] = {"batches": self._batches.of_one_micro_batch(self._given_accumulate, self._world.world_size)}
         else:
             cut = {"global_batch_size": max(self._given_size // self._given_accumulate, 1)}
         other = Loader(dataset, **cut, shuffle=False, max_epochs=1, collate_fn=self._collate_fn, device=self._asked_device)
@@ -435,6 +435,7 @@ class Loader:
             **(self._batching.state() | {"keyed by sample": self._fetch.keyed_by_sample} if self._batching is not None else {}),
             "ranks": self._world.world_size,
             "accumulate": self.accumulate,
+            "given accumulate": self._given_accumulate,
             "epoch": self.epoch,
             "position": self.position,
             **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
@@ -464,7 +465,7 @@ class Loader:
                 f"stream, and this run has {self._world.world_size} ranks; resume on {state['ranks']} ranks"
             )
         self._steps = state.get("steps", 0)
-        if state["ranks"] != self._world.world_size:
+        if state["ranks"] != self._world.world_size or state.get("given accumulate") == self._given_accumulate:
             # A micro-batch must not become larger than it was, because that size fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
         self.epoch = state["epoch"]
