@@ -49,3 +49,35 @@ def test_a_step_function_that_calls_backward_is_an_error_and_one_that_takes_grad
     with pytest.raises(StepError, match=r"^step_fn calls backward\(\); remove the call, and return \(loss sum, count\)"):
         warn_of_means(backward_inside, model, [torch.randn(4, 2)])
     warn_of_means(with_a_gradient_penalty, model, [torch.randn(4, 2)])
+
+
+class Replaces(nn.Linear):
+    """Its forward pass gives a buffer a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+
+def summed(model: Any, batch: Any) -> Any:
+    return model(batch).sum(), len(batch)
+
+
+def test_a_look_at_means_and_an_evaluation_leave_the_buffers_that_a_forward_pass_replaces() -> None:
+    model = Replaces()
+    before = model.seen
+    warn_of_means(summed, model, [torch.randn(4, 2)])
+    assert model.seen is before
+    with AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).averaged():
+        model(torch.randn(4, 2))
+    assert model.seen is before
+    assert before == 0
+
+
+@pytest.mark.parametrize("batch", [torch.eye(4).to_sparse(), [torch.eye(4), torch.eye(4).to_sparse()]])
+def test_a_batch_that_cannot_be_cut_is_not_looked_at(batch: Any) -> None:
+    warn_of_means(lambda model, batch: (torch.ones(()), 1.0), nn.Linear(1, 1), [batch])

@@ -30,7 +30,7 @@ from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
-from rankwise.training.model import check_unwrapped
+from rankwise.training.model import buffers_kept, check_unwrapped
 from rankwise.training.precision import LossScale
 
 _LARGE = 1e18  # between 1 / _LARGE and this, a float32 norm is exact: its squares neither overflow nor vanish
@@ -309,21 +309,18 @@ class AllReduce:
 
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
-        named = dict((self._trained.model if module is None else module).named_buffers())
-        if not named or not self._together:
-            yield
-            return
-        buffers = list(named.values())
-        own = [buffer.detach().clone() for buffer in buffers]
-        comm.broadcast(buffers)
-        if module is None:
-            self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
-        try:
-            yield
-        finally:
-            self._own_buffers = None
-            for buffer, value in zip(buffers, own, strict=True):
-                buffer.copy_(value)
+        model = self._trained.model if module is None else module
+        named = dict(model.named_buffers())
+        with buffers_kept(model):
+            if named and self._together:
+                own = [buffer.detach().clone() for buffer in named.values()]
+                comm.broadcast(list(named.values()))
+                if module is None:
+                    self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
+            try:
+                yield
+            finally:
+                self._own_buffers = None
 
     def finish(self) -> None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""

@@ -17,7 +17,7 @@ from torch import nn
 from rankwise.dist import comm, log
 from rankwise.dist.device import tensors_in
 from rankwise.errors import StepError
-from rankwise.training.model import is_synced, unmoved
+from rankwise.training.model import buffers_kept, is_synced, unmoved
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
@@ -27,7 +27,9 @@ _NEAR = 0.1  # dropout makes passes differ
 def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[Any]) -> None:
     """Collective, because `forward` may be. Only if each rank has a micro-batch that can be cut in two along its samples.
     Raises StepError for a step function that calls backward()."""
-    parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
+    parts: list[Any] = []
+    with contextlib.suppress(Exception):  # what cannot be cut, such as a sparse tensor, is not checked
+        parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
     if is_synced(model) or not comm.all_agree(len(parts) == 3):
         return
     found = []
@@ -97,10 +99,5 @@ def _cut(value: Any, n: int, part: slice) -> Any:
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Afterwards random streams, buffers and modes are the same as before, bit for bit."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with unmoved(model):
-            yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
+    with unmoved(model), buffers_kept(model):
+        yield

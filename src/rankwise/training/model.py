@@ -88,6 +88,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced."""
+    kept = [
+        (module, name, b, b.detach().clone()) for module in model.modules() for name, b in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            buffer.copy_(value)
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+
+
+@contextlib.contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
     """Restore the mode of each module and the random streams afterwards."""
     modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
