@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from trainers import trainer_of
 
 import rankwise
+from rankwise.actions import every
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation import Evaluate, Metrics
@@ -269,6 +270,13 @@ def test_two_figures_of_one_name_are_an_error() -> None:
         figures(3, lambda model, batch: None, None)
 
 
+def test_a_count_may_be_a_tensor_of_one_number_and_of_no_more() -> None:
+    comm.init()
+    assert figures(29, lambda model, batch: {"x": (batch[2].sum(), torch.tensor([len(batch[2])]))}, None) == {"eval_x": 14}
+    with pytest.raises(StepError, match=r"the function of Evaluate returned a tensor of shape \(7,\) for 'x'; return"):
+        figures(29, lambda model, batch: {"x": (batch[2], 7)}, None)
+
+
 # --- in a Trainer
 
 
@@ -298,3 +306,15 @@ def test_the_trainer_evaluates_metric_objects_and_can_keep_the_best_by_one(tmp_p
 def test_metric_objects_that_nobody_updates_are_an_error() -> None:
     with pytest.raises(ConfigError, match="needs a function that updates them: fn="):
         Evaluate(data(4), metrics={"words": Merged()})
+
+
+def test_every_decides_when_an_evaluation_inside_it_is_due(tmp_path: Path) -> None:
+    model = nn.Linear(CLASSES, 1)
+    steps: list[int] = []
+    evaluate = Evaluate(data(4), lambda model, batch: {"k": (batch[2].sum(), len(batch[2]))})
+    trainer_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: ((model(batch[0]) ** 2).sum(), len(batch[0])),
+        data(29), global_batch_size=7, max_steps=6, run_dir=tmp_path,
+        actions=[every(evaluate, steps=2), lambda state: steps.append(state.step) if "eval_k" in state.new_metrics else None],
+    ).fit()  # fmt: skip
+    assert steps == [2, 4, 6]

@@ -185,3 +185,16 @@ def test_the_trainer_predicts_with_what_it_has_trained(tmp_path: Path) -> None:
     (main, expected), (other, _) = on_ranks(2, by_a_trainer, tmp_path)
     assert main == pytest.approx(expected)
     assert other is None
+
+
+def test_predictions_are_copies_and_do_not_keep_what_they_are_a_view_of() -> None:
+    comm.init()
+    model, whole = nn.Identity(), torch.zeros(4, 1000)
+
+    def first_column(_: Any, batch: Any) -> Any:
+        whole[: len(batch[0]), 0] = batch[0].float()  # the same memory in each batch
+        return whole[: len(batch[0]), 0]
+
+    found = rankwise.predict(first_column, model, rankwise.Loader(data(8), global_batch_size=4, shuffle=False))
+    assert found.tolist() == list(range(8))
+    assert found.untyped_storage().nbytes() == 8 * 4

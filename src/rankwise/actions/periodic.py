@@ -42,6 +42,7 @@ class Every:
 
     def __init__(self, action: Action, steps: int | None, epochs: int | None, seconds: float | None, at_end: bool) -> None:
         self.action = action
+        self._do: Action = getattr(action, "now", action)  # an Evaluate has intervals of its own
         self._steps, self._epochs, self._at_end = steps, epochs, at_end
         self.seconds = seconds
         self.by_gate = False
@@ -61,10 +62,10 @@ class Every:
             due = True
         if due:
             self._ran_at = state.step
-            self.action(state)
+            self._do(state)
 
     def run(self, state: TrainState) -> None:
         """Called when the seconds are over."""
         if self._ran_at != state.step:
             self._ran_at = state.step
-            self.action(state)
+            self._do(state)

@@ -85,7 +85,7 @@ class Evaluate:
         self._sync: SyncStrategy | None = None
         self._progress: Progress | None = None
         epochs = every_epochs if every_epochs is not None or every_steps is not None else 1
-        self._trigger = every(self._run, steps=every_steps, epochs=epochs, at_end=True)
+        self._trigger = every(self.now, steps=every_steps, epochs=epochs, at_end=True)
         self._loader = data if isinstance(data, Loader) else None
         self.wait_s = 0.0
 
@@ -104,7 +104,8 @@ class Evaluate:
         """Collective. Evaluate if it is due."""
         self._trigger(state)
 
-    def _run(self, state: TrainState) -> None:
+    def now(self, state: TrainState) -> None:
+        """Collective. Evaluate: for `every(Evaluate(...), ...)`, which decides when it is due."""
         began = time.perf_counter()
         figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)
@@ -145,7 +146,7 @@ class Evaluate:
                     for batch in micro_batches:
                         number += 1
                         for name, (total, count) in self._figures_of(looked_at, batch).items():
-                            totals.setdefault(name, []).append((_kept(total), _kept(count)))
+                            totals.setdefault(name, []).append((_kept(total, name), _kept(count, name)))
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
@@ -186,9 +187,13 @@ def _no_figures(what: str) -> StepError:
     )
 
 
-def _kept(value: float | torch.Tensor) -> float | torch.Tensor:
+def _kept(value: float | torch.Tensor, name: str) -> float | torch.Tensor:
     """A copy in float64, because the function may overwrite its tensor in the next batch. Does not wait for a device."""
-    return value.detach().to(torch.float64, copy=True) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise _no_figures(f"a tensor of shape {tuple(value.shape)} for {name!r}")
+    return value.detach().to(torch.float64, copy=True).reshape(())
 
 
 def _summed(pairs: Sequence[Pair]) -> torch.Tensor:

@@ -101,10 +101,10 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
         return tuple(_rows(one, n, f"{where}[{k}]") for k, one in enumerate(value))
     if isinstance(value, list):
         found: Any = len(value)
-        value = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in value]
+        value = [_copied(one) for one in value]
     elif isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0:
         found = len(value)
-        value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        value = _copied(value)
     else:
         found = f"a {type(value).__name__} without rows"
     if found != n:
@@ -114,6 +114,13 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
             "sample, a list with one entry per sample, or a mapping or tuple of these"
         )
     return value
+
+
+def _copied(value: Any) -> Any:
+    """In host memory of its own: the function may overwrite its array, or return a small view of a large one."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
