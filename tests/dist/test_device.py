@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from rankwise.dist import accelerator
 from rankwise.dist.device import local_device, to_device
@@ -140,3 +141,10 @@ def test_batch_statistics_of_all_ranks_are_refused_where_torch_cannot(kind: str,
         return
     with pytest.raises(ConfigError, match=f"works only on GPUs, and this rank uses {kind}; convert it only"):
         prepare(model, torch.device(kind), world(0, 2))
+
+
+def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+    packed = pack_sequence([torch.ones(1), torch.ones(3)], enforce_sorted=False)
+    moved = to_device([packed], torch.device("meta"))[0]
+    assert moved.data.device.type == moved.sorted_indices.device.type == moved.unsorted_indices.device.type == "meta"
+    assert moved.batch_sizes.tolist() == [2, 1, 1]

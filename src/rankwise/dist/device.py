@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from rankwise.dist import accelerator, comm
 from rankwise.dist.world import World, ranks_of_one_agent
@@ -52,6 +53,9 @@ def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(batch)
     if isinstance(batch, Mapping):
         return {key: each_tensor(value, change) for key, value in batch.items()}
+    if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
+        indices = [None if index is None else change(index) for index in (batch.sorted_indices, batch.unsorted_indices)]
+        return PackedSequence(change(batch.data), batch.batch_sizes, *indices)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(each_tensor(value, change) for value in batch))
     if isinstance(batch, list | tuple):
