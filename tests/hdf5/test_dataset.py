@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from batches import loaders
-from ranks import on_ranks
+from ranks import on_ranks, scripts_on_ranks
 from torch.utils.data import DataLoader, Subset, random_split
 
 import rankwise
@@ -442,3 +442,43 @@ def test_workers_that_make_reading_slower_are_one_warning(
     advice = "num_workers=2: a batch of HDF5Dataset is read faster without loader workers; leave num_workers out"
     assert len(said) == 1
     assert (advice in said[0]) == is_advised
+
+
+def test_twenty_thousand_strings_are_read_at_once(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "tags.h5") as writer:
+        for number in range(20_000):
+            writer.add(tag=f"tag {number}")
+    assert HDF5Dataset(tmp_path / "tags.h5")[:]["tag"][::9_999] == ["tag 0", "tag 9999", "tag 19998"]
+
+
+def test_indices_of_a_subset_mean_what_they_mean_in_torch(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        for number in range(5):
+            writer.add(x=np.float32(number))
+    dataset = HDF5Dataset(tmp_path / "x.h5")
+    nested = Subset(Subset(dataset, [3, -1, 0]), [-1, 1])
+    [[[batch]]] = [list(loader) for loader in loaders(nested, 1, shuffle=False)]
+    assert batch["x"].tolist() == [0, 4]
+    with pytest.raises(DataError, match=r"^the Subset has the index 900, and its dataset \(HDF5Dataset\) has 5 samples$"):
+        list(loaders(Subset(dataset, [3, 900]), 1)[0])
+
+
+MANY = """
+import resource, sys
+from rankwise.hdf5 import HDF5Dataset
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (110, int(sys.argv[1])))
+dataset = HDF5Dataset("many-*.h5")
+print(dataset[:]["x"].sum().item())
+"""
+
+
+def test_a_dataset_may_have_more_files_than_a_process_may_open_at_first() -> None:
+    for number in range(60):
+        with HDF5Writer(f"many-{number}.h5") as writer:
+            writer.add(x=np.float32(number), y=np.float32(0))
+    Path("reads.py").write_text(MANY)
+    [done] = scripts_on_ranks(1, "reads.py", "1024")
+    assert (done.returncode, done.stdout) == (0, "1770.0\n"), done.stdout
+    [done] = scripts_on_ranks(1, "reads.py", "110")
+    assert done.stdout.endswith(".h5 cannot be read: at most 110 open files per process (ulimit -n)\n")

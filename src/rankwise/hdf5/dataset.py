@@ -26,6 +26,7 @@ from rankwise.hdf5.checksums import verify
 from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
+from rankwise.host import machine
 from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
@@ -34,6 +35,8 @@ _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
 
 _LARGE_BYTES = 4096
 """From this sample size (a page) on, it is faster to ask the kernel for all samples at once than to wait for each."""
+
+_OTHER_FILES = 256  # that a process has open: libraries, sockets, logs
 
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
@@ -89,6 +92,7 @@ class HDF5Dataset:
             raise DataError(f"{listed((layout.file for layout in layouts), 3)}: the dataset has no samples")
         of = dict(pad) if isinstance(pad, Mapping) else dict.fromkeys(layouts[0].fields, pad)
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
+        machine.allow_open_files(len(layouts) * len(self._columns) + _OTHER_FILES)  # each stays open once it was read
         self._given = self._named(asked)
         self._are_even = not any(self._columns[field].uneven for field, _ in self._given.values())
         self._fields = tuple(dict.fromkeys(field for field, _ in self._given.values()))

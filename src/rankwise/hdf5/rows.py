@@ -26,6 +26,7 @@ import numpy.typing as npt
 from rankwise.errors import DataError
 from rankwise.hdf5.layout import Stored, explained, nbytes, open_file, opened
 from rankwise.hdf5.read_ahead import Ranges
+from rankwise.host import processes
 
 Array = npt.NDArray[Any]
 
@@ -184,7 +185,7 @@ class MappedRows(_Lazy):
                     return None, np.empty(0)  # `_checked` raises the error
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DataError(f"{stored.file} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{stored.file} cannot be read: {processes.shortage(error) or error.strerror or error}") from None
         return mapped, np.ndarray(stored.shape, stored.dtype, mapped, stored.offset or 0)
 
 

@@ -126,6 +126,14 @@ def open_files(at_most: bool = False) -> int:
     return limit if limit >= 0 else 1 << 31
 
 
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open at once, as far as its user may: many systems allow 1024 at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < number:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number if hard < 0 else min(number, hard), hard))
+
+
 def processes(kernel: Path = Path("/proc/sys/kernel")) -> int:
     """How many processes the kernel can hold, of all users."""
     limits = []
