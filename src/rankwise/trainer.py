@@ -324,7 +324,7 @@ class Trainer:
         """Collective. Begin the run, and close what is open when the loop ends or raises."""
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
-        outcome, status = "ended by an exception", 1
+        outcome, status, raised = "ended by an exception", 1, True
         try:
             if fresh or attempt.fresh:
                 self.checkpoints.start_from_scratch()
@@ -333,9 +333,10 @@ class Trainer:
             outcome, status = f"ended after step {self.state.step}", 0
             if self.stop.signum:
                 outcome, status = f"stopped after step {self.state.step}", int(str(self.stop.stopped().code))
+            raised = False
         finally:
             self.progress.close()
-            self._actions.close()
+            failed = self._actions.close()
             self._saving.close()
             self.stop.leave()
             if lease is not None:
@@ -344,6 +345,10 @@ class Trainer:
                 except RunDirError as error:  # a full disk: it must not hide the exception that ended the loop
                     log.warn(f"cannot record the outcome of this attempt: {error}")
                 lease.release()
+            for reason in failed:  # it must not hide the exception that ended the loop
+                if not raised:
+                    raise reason
+                log.warn(f"an action cannot be closed: {type(reason).__name__}: {reason}")
 
     def _begin(self, state: TrainState) -> None:
         """Collective. Load the newest checkpoint, if there is one, and print the plan."""
@@ -355,6 +360,7 @@ class Trainer:
         if steps is not None:
             self.sync.check_length(steps)
         manifest = self.checkpoints.load_latest(state.parts, may_be_new=self._actions.named.keys())
+        check_synced(state.model, self.loader.fewest, self.world.world_size * self.loader.accumulate)  # it may have changed
         self.sync.follow()  # the checkpoint may freeze and unfreeze parameters
         if self._actions.stepped is not None and steps is not None:
             check_schedule(self._actions.stepped, steps)

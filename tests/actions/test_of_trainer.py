@@ -104,6 +104,5 @@ def test_a_metric_that_the_users_function_or_another_action_may_measure_is_not_r
 def test_all_are_closed_though_one_raises() -> None:
     first, rude, last = Counter("first"), Counter("rude"), Counter("last")
     actions = checked(first, every(rude, steps=3), last)
-    with pytest.raises(OSError, match="no"):
-        actions.close()
+    assert [str(error) for error in actions.close()] == ["no"]
     assert (first.closed, rude.closed, last.closed) == (1, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -124,3 +125,22 @@ def test_a_writer_is_given_each_figure_once_though_it_is_called_again_in_the_sam
     writer.close()
     writer(state)
     assert writer.written == [(1, {"loss": 1.0}), (3, {"loss": 3.0}), (3, {"eval_loss": 0.5, "lr": 0.1})]
+
+
+def test_a_disk_that_is_full_when_tensorboard_writes_costs_the_metrics_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    writer = TensorBoard()
+    assert writer.open(RunDir(tmp_path))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer._events, "add_summary", full)
+    writer.write(1, {"loss": 1.0})
+    writer.write(2, {"loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().out == (
+        f"warning: metrics are lost: {tmp_path / 'telemetry'} cannot be written: No space left on device\n"
+    )

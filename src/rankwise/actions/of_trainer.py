@@ -120,8 +120,8 @@ class Actions:
             for writer in self.writers:
                 writer(state)
 
-    def close(self) -> None:
-        """Close all actions that can be closed, even if one raises."""
+    def close(self) -> list[Exception]:
+        """Close all actions that can be closed. Returns what they have raised."""
         errors: list[Exception] = []
         for action in self.all():
             close: Callable[[], None] | None = getattr(action, "close", None)
@@ -130,8 +130,7 @@ class Actions:
                     close()
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
 
 def _replaces(action: object) -> bool:

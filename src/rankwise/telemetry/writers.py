@@ -90,6 +90,7 @@ class TensorBoard(Writer):
     def __init__(self) -> None:
         super().__init__()
         self._events: Any = None
+        self._losing = _Losing(Path())
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:
@@ -100,21 +101,42 @@ class TensorBoard(Writer):
             return False
         from torch.utils.tensorboard import FileWriter
 
-        self._events = FileWriter(str(run.telemetry))
-        return True
+        self._losing = _Losing(run.telemetry)
+        with self._losing.told_once():
+            self._events = FileWriter(str(run.telemetry))
+        return self._events is not None
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # One event for all metrics: SummaryWriter.add_scalar writes one for each, and takes four times as long in this thread.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
-        self._events.add_summary(Summary(value=values), step)
+        with self._losing.told_once():  # also what its thread has raised
+            self._events.add_summary(Summary(value=values), step)
 
     def close(self) -> None:
         super().close()
         if self._events is not None:
-            self._events.close()
+            with self._losing.told_once():
+                self._events.close()
             self._events = None
+
+
+class _Losing:
+    """If the disk is full, metrics are lost, but training continues."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._told = False
+
+    @contextlib.contextmanager
+    def told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.warn(f"metrics are lost: {self._path} cannot be written: {error.strerror}")
 
 
 class JsonlWriter:
@@ -125,27 +147,16 @@ class JsonlWriter:
         if path.stat().st_size and not _ends_with_newline(path):
             self._file.write("\n")  # so that an incomplete line of a killed writer remains separate
         self._attempt = attempt
-        self._path = path
-        self._told = False
+        self._losing = _Losing(path)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         record = {"life": self._attempt, "step": step, **{k: _plain(v) for k, v in figures.items()}}
-        with self._told_once():
+        with self._losing.told_once():
             self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        with self._told_once():
+        with self._losing.told_once():
             self._file.close()
-
-    @contextlib.contextmanager
-    def _told_once(self) -> Iterator[None]:
-        """If the disk is full, metrics are lost, but training continues."""
-        try:
-            yield
-        except OSError as error:
-            if not self._told:
-                self._told = True
-                log.warn(f"metrics are lost: {self._path} cannot be written: {error.strerror}")
 
 
 def _ends_with_newline(path: Path) -> bool:
