@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -255,3 +258,15 @@ def test_what_ddp_sends_by_itself_is_noted_once_a_step(module: Callable[[], nn.M
     assert all(note.place.startswith("test_collective_notes.py:") for note in notes[0])
     broadcasts = [what for what in said[said.index("backward() of a DDP model") :] if what.startswith("broadcast by DDP(")]
     assert bool(broadcasts) == (module is Normed)
+
+
+def test_a_module_that_does_not_exist_is_an_import_error_and_one_that_is_only_a_folder_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = [collective_notes.AfterImport(name, lambda _: None) for name in ("no_such_module", "only_a_folder")]
+    monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        importlib.import_module("no_such_module")
+    assert list(importlib.import_module("only_a_folder").__path__) == [str(tmp_path / "only_a_folder")]

@@ -1,8 +1,11 @@
-"""What the warm process imports before it forks."""
+"""What the warm process imports before it forks, and the exit status of a rank whose output is lost."""
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +46,23 @@ def test_the_compiler_is_imported_for_a_script_that_may_make_an_optimizer(more: 
 
 def test_the_compiler_is_imported_for_a_module_which_is_not_read() -> None:
     assert fork_server._may_compile(["-m", "rankwise.functions.worker"])
+
+
+def closed_file() -> io.TextIOWrapper:
+    file = io.TextIOWrapper(io.BytesIO())
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize(("stream", "status"), [(io.StringIO(), 0), (closed_file(), 0), (None, 0), (object(), 120)])
+def test_output_is_lost_as_python_itself_reports_it_which_passes_over_streams_that_the_script_has_closed(
+    name: str, stream: Any, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, name, stream)
+    assert fork_server._flush() == status
+
+
+def test_no_output_is_lost_if_the_script_has_deleted_its_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "stdout")
+    assert fork_server._flush() == 0

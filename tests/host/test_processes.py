@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -145,6 +146,12 @@ def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
     processes.send(child.pid, signal.SIGTERM)
 
 
+def test_a_signal_to_a_process_of_another_user_is_no_error_and_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.send(os.getpid(), 0)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    assert not processes.send(os.getpid(), 0)
+
+
 WAITS = "import signal; {}; print(1, flush=True); input()"
 
 
@@ -239,7 +246,7 @@ processes.become_subreaper()
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 send, begin = processes.send, time.monotonic()
 ends_after_s = float("inf" if sys.argv[3] == "False" else 0.5)
-processes.send = lambda pid, signum: send(pid, signum) if time.monotonic() > begin + ends_after_s else None
+processes.send = lambda pid, signum: time.monotonic() < begin + ends_after_s or send(pid, signum)
 if sys.argv[1] == "state D":
     processes.blocked_in = lambda pid: "a_driver"
 print(processes.end_tree(bound_s=0.1, others_s=float(sys.argv[2])), flush=True)
@@ -252,6 +259,39 @@ def test_end_tree_gives_up_soon_only_on_what_waits_for_a_driver(state: str, othe
     with python(_SLOW_TO_END, state, str(others_s), str(ended)) as top:
         out, _ = top.communicate(timeout=DEADLINE_S)
     assert out == f"{ended}\n"
+
+
+_OF_ANOTHER_USER = """
+import os, subprocess, sys
+from rankwise.host import processes
+processes.become_subreaper()
+UNDER_SUDO = '''
+import subprocess, sys
+below = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print(below.pid, flush=True)
+input()
+below.communicate()
+'''
+sudo = subprocess.Popen([sys.executable, "-c", UNDER_SUDO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+below = int(sudo.stdout.readline())
+own = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+kill = os.kill
+def kill_own(pid, signum):
+    if pid in (sudo.pid, below):
+        raise PermissionError
+    kill(pid, signum)
+os.kill = kill_own
+ended = processes.end_tree(others_s=float("inf"))
+print(int(ended), *(int(processes.start_time(pid) is not None) for pid in (sudo.pid, below, own.pid)), flush=True)
+os.kill = kill
+processes.end_tree()
+"""
+
+
+def test_end_tree_does_not_wait_for_processes_of_another_user() -> None:
+    with python(_OF_ANOTHER_USER) as top:
+        assert line_of(top) == [1, 1, 1, 0]
+        top.communicate()
 
 
 _ORPHAN = """

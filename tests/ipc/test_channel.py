@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launched import wait_for
@@ -196,6 +197,24 @@ def test_an_end_that_says_nothing_is_lost_and_a_beat_is_enough_not_to_be(
     assert other.closed is None
     wait_for(lambda: [other.receive()] and other.closed, "its loss")
     assert other.closed == "no message came from it for 0.3 s"
+
+
+def test_the_silence_while_this_process_is_suspended_does_not_count(
+    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, now = pair[1], time.monotonic()
+
+    def look_after(seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
+        link.receive()
+        return link.closed is None
+
+    assert look_after(1.0)
+    assert look_after(10 * channel.LOST_S)
+    assert all(look_after(1.0) for _ in range(int(channel.LOST_S) - 1))
+    assert not look_after(2.0)
 
 
 @pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\xfe\n", b'{"a": 1\n'])

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from launched import Launched, launch, wait_for
 
+from rankwise.errors import RunDirError
+from rankwise.launch import status
 from rankwise.run.directory import Failure, Job, RunDir, write_json
 from rankwise.run.lease import Holder
 
@@ -145,6 +147,13 @@ def test_a_run_of_another_machine_is_ended_there(rankwise: Run, run: RunDir) -> 
     assert (done.returncode, done.stdout) == (2, "")
     assert "rankwise: runs/train runs on node7 (pid 1), and this is " in done.stderr
     assert done.stderr.endswith("; type on node7: rankwise cancel train\n")
+
+
+def test_a_run_of_another_user_is_ended_by_that_user(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(run.lease, asdict(Holder.this_process()))
+    monkeypatch.setattr(status.processes, "send", lambda *_: False)
+    with pytest.raises(RunDirError, match=rf"runs as another user \(pid {os.getpid()}\); type as that user: rankwise cancel "):
+        status.cancel(run)
 
 
 def test_a_writer_elsewhere_that_was_not_heard_of_is_shown_with_since_when(rankwise: Run, run: RunDir) -> None:

@@ -235,6 +235,8 @@ class AfterImport:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
         execute = spec.loader.exec_module
 
         def exec_module(module):

@@ -312,9 +312,11 @@ def _flush():
     """Flush all files, as the interpreter does after the exit functions. It would then tear down torch, which takes seconds and
     can hang in gloo. Returns 120 if output is lost, 0 otherwise."""
     status = 0
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name, None)
         try:
-            stream.flush()
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
         except (OSError, ValueError, AttributeError):
             status = 120  # as Python itself reports it
     # issubclass(type(f)), not isinstance(f): asking some objects for their class runs their code.

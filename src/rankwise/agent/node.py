@@ -212,8 +212,6 @@ class Node:
         self._explicit = plan.master_port if index == 0 and not plan.master_addr else 0
         self._port = hold_port(self._explicit)
         self._starter = Starter(plan)  # as early as possible: it imports torch while the rest is prepared
-        if self._starter.channel is not None:
-            events.register(self._starter.channel)
         self.index, self._why = index, why
         self.interface: str | None = None
         """The network interface that leads to the other nodes."""
@@ -272,6 +270,8 @@ class Node:
         self._rings = Rings(self.ranks) if self._plan.check_collectives else None
         self._stalls = StallWatch(self.run, self._processes, self._plan.stall_warn_s, self.sink.say, self._stalled)
         self._starter.start([self._spec(rank) for rank in numbers])
+        if self._starter.channel is not None:  # only during an attempt: otherwise nobody reads from it
+            self._events.register(self._starter.channel)
         self.facts = Facts(alive=tuple(numbers))
 
     def _threads_of_each(self, orders: Orders) -> int:
@@ -427,6 +427,7 @@ class Node:
         if self._processes is None or self.end is not None:
             return
         self._processes.signal_all(signal.SIGKILL)
+        self._forget_channel()
         self._stuck |= self._processes.stuck_pids
         processes.end_tree(exclude={self._starter.warm_pid or 0, *self._stuck, *self.kept})
         if self._console is not None:

@@ -58,12 +58,13 @@ class Remote:
         self.link.beat()
         if self.link.closed is not None and self.lost is None:
             self.lost = self.link.closed
-            self.facts = Facts(pids=self.facts.pids, awaited=False, failed=True, begun=self.facts.begun)
-            self.claim = self.claim or 0
-            if self.end is None:
-                self._end_as_lost()
+            self._end_as_lost()
 
     def _end_as_lost(self) -> None:
+        self.facts = Facts(pids=self.facts.pids, awaited=False, failed=True, begun=self.facts.begun)
+        self.claim = self.claim or 0
+        if self.end is not None:
+            return
         ranks = range(self._first, self._first + self.introduction.ranks)
         ends = (Evidence(rank, None, None, sent=False, ended=time.time(), lost=self.lost) for rank in ranks)
         self.end = NodeEnd(tuple(ends), groups=True, stuck=False, port=0)

@@ -78,7 +78,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
     if world.rank == 0:
         own = network.own_address(address, one_host=world.local_world_size == world.world_size)
         try:
-            listener = network.listen_at(own, port) if own is not None else network.listen(loopback=False, port=port)
+            listener = _listener(own, port)
         except OSError as error:
             raise WorldError(
                 f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
@@ -131,15 +131,20 @@ def of_agent(world: World, timeout: timedelta) -> Any:
     place = (world.master_addr or "", world.master_port or 0)
     if world.rank == 0 and (address := world_.store_address(world)):
         place = (address, place[1])
+        own = network.own_address(address, one_host=world.local_world_size == world.world_size)
         # OSError: this process has already created a store there, and torch shares it.
         with contextlib.suppress(OSError):
-            return _keys(_own(world, network.listen_at(*place), address, timeout, like_torch=True))
+            return _keys(_own(world, _listener(own, place[1]), own or "127.0.0.1", timeout, like_torch=True))
     with network.short_lookups(place[0]):
         return _keys(
             dist.TCPStore(  # type: ignore[attr-defined]
                 *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
             )
         )
+
+
+def _listener(own: str | None, port: int) -> socket.socket:
+    return network.listen_at(own, port) if own is not None else network.listen(loopback=False, port=port)
 
 
 def _keys(store: Any) -> Any:

@@ -163,10 +163,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def send(pid: int, signum: int) -> None:
-    """Send a signal; it is not an error if the process is gone already."""
-    with contextlib.suppress(ProcessLookupError):
+def send(pid: int, signum: int) -> bool:
+    """Send a signal; it is not an error if the process is gone already. False if it belongs to another user (sudo)."""
+    try:
         os.kill(pid, signum)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return False
+    return True
 
 
 def send_if_handled(pid: int, signum: int) -> None:
@@ -179,20 +184,22 @@ def send_if_handled(pid: int, signum: int) -> None:
 
 
 def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0, others_s: float = 0.0) -> bool:
-    """SIGKILL and reap every process below this one, except `exclude` and what is below those.
+    """SIGKILL and reap every process below this one, except `exclude` and what is below those, and except other users'.
 
     This process must be a subreaper: it inherits processes that are orphaned while the tree is killed, and kills them in the
     next round. Returns whether nothing is left. A process in uninterruptible sleep (state D) can outlive `bound_s`. Others need
     longer if there are thousands, or to free much memory: this waits up to `others_s` for them.
     """
     began = time.monotonic()
+    of_others: set[int] = set()
     while True:
-        below = [child for child in children(os.getpid()) if child not in exclude]
+        below = [child for child in children(os.getpid()) if child not in exclude and child not in of_others]
         if not below:
             return True
         for pid in below:
             for victim in (pid, *descendants(pid)):
-                send(victim, signal.SIGKILL)
+                if not send(victim, signal.SIGKILL):
+                    of_others.add(victim)
         for pid in below:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -28,6 +28,8 @@ BEAT_S = 1.0
 LOST_S = 15.0
 """An agent that has sent nothing for this time is lost: a host without power or network causes no TCP error."""
 
+_SUSPENDED_S = 5.0  # an agent that has not looked for this time may have been suspended, together with the others
+
 FULL_BYTES = 1 << 20
 """With more unsent bytes, a link takes no output of ranks: the logs are files and can wait."""
 
@@ -48,7 +50,7 @@ class Link:
         self._unread: list[Message] = []
         self._outbox = b""
         self.closed: str | None = None
-        self.heard = time.monotonic()
+        self.heard = self._looked = time.monotonic()
         self._spoke = 0.0
         for fd in (reader, writer):
             os.set_blocking(fd, False)
@@ -109,7 +111,11 @@ class Link:
                 self.close("its connection closed")
             self._inbox += data
             self.heard = time.monotonic()
-        if self.closed is None and time.monotonic() - self.heard > LOST_S:
+        now = time.monotonic()
+        if now - self._looked > _SUSPENDED_S:
+            self.heard = now
+        self._looked = now
+        if self.closed is None and now - self.heard > LOST_S:
             self.close(f"no message came from it for {LOST_S:g} s")
         *lines, self._inbox = self._inbox.split(b"\n")
         if len(self._inbox) > _LINE_BYTES:

@@ -144,7 +144,10 @@ def cancel(run: RunDir) -> str:
             f"{short(run.path)} runs on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; type on "
             f"{writer.host}: {typed('cancel', called(run))}"
         )
-    processes.send(writer.pid, signal.SIGTERM)
+    if not processes.send(writer.pid, signal.SIGTERM):
+        raise RunDirError(
+            f"{short(run.path)} runs as another user (pid {writer.pid}); type as that user: {typed('cancel', called(run))}"
+        )
     return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"
 
 
