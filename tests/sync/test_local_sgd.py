@@ -629,6 +629,29 @@ def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow
     assert clocked == replayed
 
 
+def test_a_resumed_training_measures_its_steps_from_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.sync import local_sgd
+
+    now = [0.0]
+    monkeypatch.setattr(local_sgd.time, "perf_counter", lambda: now[0])
+
+    def train(sync: LocalSGD, steps: range) -> list[int]:
+        sync.attach(model := make_model(), sgd(model))
+        if steps[0]:
+            sync.load_state_dict(state)
+        for step in steps:
+            now[0] += 0.1
+            one_step(sync, model, step, False)
+        return sync.averaged_at
+
+    state: dict[str, Any] = {}
+    unbroken, first = LocalSGD(seconds=1.05), LocalSGD(seconds=1.05)
+    expected = train(unbroken, range(40))
+    train(first, range(12))
+    state = first.state_dict()
+    assert train(LocalSGD(seconds=1.05), range(12, 40)) == expected == [1, 2, 3, 13, 23, 33]
+
+
 def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float], list[float]]:
     """(the steps with an average, the seconds at which each was made, the weights at the end). Each step of rank 1 takes three
     times as long."""

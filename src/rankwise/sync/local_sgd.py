@@ -108,7 +108,7 @@ class LocalSGD:
         self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
         self._moving = self._trained_now()
         self._next = self._after(self.start)
-        self._since = time.perf_counter()
+        self._start_clock()
         return self
 
     def follow(self) -> None:
@@ -136,12 +136,16 @@ class LocalSGD:
 
     def _part(self) -> None:
         self._local.part()
-        self._since = time.perf_counter()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        """From here the time of the steps is measured. After a resume, this is not where the period began."""
+        self._since, self._since_step = time.perf_counter(), self._done
 
     def _average_now(self) -> Shared:
         """Collective. The replicas become their average, and the next period starts."""
         began = time.perf_counter()
-        shared, share = self._survey((began - self._since) / max(self._done - self._began_period, 1))
+        shared, share = self._survey((began - self._since) / max(self._done - self._since_step, 1))
         self._exchange(share)
         self._weight, self._skipped = 0.0, 0
         self._local.came.clear()
@@ -149,7 +153,7 @@ class LocalSGD:
         self._averages += 1
         self.averaged_at.append(self._done)
         self._waited_s += time.perf_counter() - began
-        self._since = time.perf_counter()
+        self._start_clock()
         return shared
 
     def _survey(self, step_s: float) -> tuple[Shared, float]:
@@ -350,7 +354,7 @@ class LocalSGD:
             self._local.part()
         self._local.load_state_dict(state["local"])
         self._moving = self._trained_now()
-        self._since = time.perf_counter()
+        self._start_clock()
 
     def rank_state_dict(self) -> dict[str, Any] | None:
         if self._local.is_exact:
