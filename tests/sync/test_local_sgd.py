@@ -446,6 +446,35 @@ def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_the
         assert again
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "cut", "expected"),
+    [
+        ({"at_steps": [2, 4]}, {"at_steps": [2, 4, 9]}, 6, [2, 4, 9, 12]),
+        ({"at_steps": [2, 10]}, {"at_steps": [2, 7, 10]}, 6, [2, 7, 10, 12]),
+        ({"at_steps": [2, 4]}, {"every": 3}, 6, [2, 4, 9, 12]),
+        ({"every": 4}, {"at_steps": [3, 7]}, 6, [4, 7, 12]),
+        ({"every": 99}, {"every": 3}, 6, [9, 12]),
+        ({"every": 4}, {"every": 4}, 6, [4, 8, 12]),
+        ({"every": 4}, {"every": 2, "start": 9}, 6, [4, 11, 12]),
+        ({"every": 4, "start": 99}, {"every": 4, "start": 3}, 10, [12]),
+    ],
+)
+def test_a_resumed_run_averages_when_the_script_now_says(before: Any, after: Any, cut: int, expected: list[int]) -> None:
+    def train(sync: LocalSGD, steps: range) -> LocalSGD:
+        sync.attach(model := make_model(), sgd(model))
+        if steps[0]:
+            sync.load_state_dict(state)
+        for step in steps:
+            one_step(sync, model, step, False)
+        return sync
+
+    state: dict[str, Any] = {}
+    state = train(LocalSGD(**before), range(cut)).state_dict()
+    again = train(LocalSGD(**after), range(cut, STEPS))
+    again.finish()
+    assert again.averaged_at == expected
+
+
 # --- what goes wrong
 
 

@@ -208,6 +208,15 @@ class LocalSGD:
             return step + 1
         return step + min(max(int(self.seconds / step_s), 1), _LONGEST)
 
+    def _resumed(self, saved: int) -> int:
+        """The step of the next average after a resume: the saved one, unless the script has changed when replicas are
+        averaged."""
+        local = max(self._done, self.start)
+        if self._at_steps:
+            return next((at for at in self._at_steps if at > local), -1)
+        is_far = self.seconds is None and saved > local + self.every
+        return local + self.every if saved <= local or is_far else saved
+
     def _is_finite(self) -> bool:
         norms = private_names.norms([t.detach() for t in self._moving.values()], torch.float64)
         return bool(torch.isfinite(torch.stack([norm.cpu() for norm in norms])).all())
@@ -347,8 +356,9 @@ class LocalSGD:
                 f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; "
                 "use that strategy (sync=...), or start a new run with --fresh or --name NAME"
             )
-        self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
-        self._began_period = state["began"]
+        self._done, self._averages = state["done"], state["averages"]
+        self._next = self._resumed(state["next"])
+        self._began_period = min(state["began"], max(self._done, self.start))
         self.averaged_at = list(state.get("averaged_at", ()))
         if self._local.is_exact and self._done >= self.start:
             self._local.part()
