@@ -236,6 +236,56 @@ def test_a_resume_between_two_averages_is_bit_equal_to_the_unbroken_training(n: 
         assert wrong == []
 
 
+def resumed_from_the_older(kind: Callable[..., Any]) -> bool:
+    """Whether a training whose newer checkpoint (of local steps) has a corrupted model resumes from an older one (of exact
+    steps) as if there were no newer one."""
+
+    def fresh() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        return kind(4, start=6).attach(model, optimizer := adam(model), typical_count=8.0), model, optimizer
+
+    sync, model, optimizer = fresh()
+    states = []
+    for step in range(STEPS):
+        if step in (4, 8):
+            states.append(saved(sync, model, optimizer))
+        one_step(sync, model, step, True)
+    older, newer = states
+    again, other, its = fresh()
+    again.load_state_dict(newer["sync"])
+    again.load_state_dict(older["sync"])
+    other.load_state_dict(older["model"])
+    its.load_state_dict(older["optimizer"])
+    again.load_rank_state_dict(older["own"])
+    for step in range(4, STEPS):
+        one_step(again, other, step, True)
+    return np.array_equal(flat(model), flat(other))
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_after_a_corrupted_checkpoint_of_local_steps_one_of_exact_steps_is_resumed_exactly(kind: Callable[..., Any]) -> None:
+    assert on_ranks(2, resumed_from_the_older, kind) == [True, True]
+
+
+def resumed_with_a_later_start() -> Flat:
+    sync = LocalSGD(4).attach(model := make_model(), optimizer := adam(model), typical_count=8.0)
+    for step in range(2):
+        one_step(sync, model, step, False)
+    state = saved(sync, model, optimizer)
+    again = LocalSGD(4, start=9).attach(model := make_model(), optimizer := adam(model), typical_count=8.0)
+    again.load_state_dict(state["sync"])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    again.load_rank_state_dict(state["own"])
+    one_step(again, model, 2, False)
+    return flat(model)
+
+
+def test_local_steps_that_are_resumed_with_exact_ones_start_with_the_average() -> None:
+    first, second = on_ranks(2, resumed_with_a_later_start)
+    assert np.array_equal(first, second)
+
+
 def looked_at(look: bool) -> Flat:
     model = make_model()
     sync = DiLoCo(5).attach(model, adam(model), typical_count=8.0)

@@ -349,6 +349,24 @@ def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
         Trained(model, two).load_state_dict(state)
 
 
+def test_a_group_of_a_corrupted_checkpoint_is_removed_before_an_older_one_is_loaded() -> None:
+    def script() -> Trained:
+        model, _ = make()
+        return Trained(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+    trained = script()
+    older = trained.state_dict()
+    trained.optimizer.add_param_group({"params": list(trained.model[2].parameters())})  # type: ignore[index, union-attr]
+    newer, optimizer = trained.state_dict(), trained.optimizer.state_dict()
+    again = script()
+    again.load_state_dict(newer)
+    again.optimizer.load_state_dict(optimizer)  # makes new groups
+    again.load_state_dict(older)
+    assert again.state_dict() == older
+    again.load_state_dict(newer)
+    assert again.state_dict() == newer
+
+
 # --- a process group that the script creates
 
 

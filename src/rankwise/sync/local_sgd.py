@@ -360,8 +360,8 @@ class LocalSGD:
         self._next = self._resumed(state["next"])
         self._began_period = min(state["began"], max(self._done, self.start))
         self.averaged_at = list(state.get("averaged_at", ()))
-        if self._local.is_exact and self._done >= self.start:
-            self._local.part()
+        if self._local.is_exact != (self._done < self.start):
+            self._local.part(self._done >= self.start)
         self._local.load_state_dict(state["local"])
         self._moving = self._trained_now()
         self._start_clock()
@@ -377,7 +377,7 @@ class LocalSGD:
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
         self._weight, self._skipped = 0.0, 0
-        if state is None or "exact" in state:
+        if state is None or "exact" in state or self._local.is_exact:  # `start` may have been smaller
             self._local.load_rank_state_dict((state or {}).get("exact"))
             return
         self._load_own(state)
