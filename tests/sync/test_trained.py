@@ -334,6 +334,16 @@ def test_frozen_parameters_and_modes_are_saved_and_restored(capfd: pytest.Captur
     assert capfd.readouterr().out == ""
 
 
+def test_a_training_that_was_saved_during_an_evaluation_is_resumed_in_the_modes_of_the_script() -> None:
+    model, optimizer = make()
+    model.eval()
+    state = Trained(model, optimizer).state_dict()
+    model.train()
+    model[1].eval()
+    Trained(model, optimizer).load_state_dict(state)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
 def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
     model, optimizer = make()
     state = Trained(model, optimizer).state_dict()

@@ -191,8 +191,10 @@ class Trained:
             parameter.requires_grad_(name not in frozen)
             if name in state["outside"]:
                 parameter.data.copy_(state["outside"][name])
-        for name, module in self.model.named_modules():
-            module.training = name not in evaluating
+        modules = dict(self.model.named_modules())
+        if not evaluating >= modules.keys():  # saved during an evaluation: all modes stay as in the script
+            for name, module in modules.items():
+                module.training = name not in evaluating
 
     def _remove_loaded_groups(self) -> None:
         loaded, self._loaded = set(map(id, self._loaded)), []
