@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import RankError, on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,6 +173,59 @@ def test_a_clip_norm_of_nothing_does_not_clip() -> None:
     expected, _ = parallel_loop(1, None)
     for clip in (0.0, -1.0):
         assert same(parallel_loop(1, clip)[0], expected)
+
+
+def converted(layer: int | None, overlap: bool = False) -> Flat:
+    """The parameters after each step. `layer`: which one (-1: all) is float64 for a moment, in a step and between two."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].unused = nn.Parameter(torch.ones(2))
+    optimizer = adamw(model)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer)
+    part = {None: nn.Identity(), -1: model}.get(layer) or model[layer or 0]
+    parameters = []
+    for step in range(4):
+        for k in range(2):
+            sync.backward(model(torch.full((1, 6), 1.0 + comm.rank() + step + k)).square().sum(), 1, last=k == 1)
+            if (step, k) in ((1, 0), (2, 1)):
+                part.double().float()
+        sync.step()
+        parameters.append(flat_parameters(model))
+        if step == 0:
+            part.double().float()
+    return parameters
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 2])
+def test_a_model_that_was_converted_and_back_is_trained_with_the_gradients_of_all_ranks(layer: int) -> None:
+    first, second = on_ranks(2, converted, layer)
+    assert same(first, second)
+    assert same(first, on_ranks(2, converted, None)[0])
+
+
+def converted_for_good(overlap: bool) -> list[str]:
+    said = []
+    for between in (lambda optimizer: None, lambda optimizer: optimizer.zero_grad()):
+        model = nn.Linear(6, 2)
+        sync = AllReduce(overlap=overlap).attach(model, optimizer := adamw(model))
+        between(optimizer)
+        model.double()
+        if comm.is_main():  # a rank without a sample sees it, too
+            sync.backward(model(torch.ones(1, 6, dtype=torch.float64)).sum(), 1, last=True)
+        with pytest.raises(StepError) as caught:
+            sync.step()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_model_that_has_another_dtype_than_its_gradients_is_an_error_on_all_ranks() -> None:
+    for said in on_ranks(2, converted_for_good, False):
+        for text in said:
+            assert text.startswith("the parameters were torch.float32 on cpu at the start of the training, and are torch.f")
+    for said in on_ranks(2, converted_for_good, True):
+        assert all(text.startswith("the gradients were not sent: DDP's reducer lost the parameters") for text in said)
+    with pytest.raises(RankError, match="DDP's reducer lost the parameters"):
+        on_ranks(2, converted, -1, True)
 
 
 class Fails(torch.autograd.Function):

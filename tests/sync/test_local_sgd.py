@@ -236,6 +236,56 @@ def test_a_resume_between_two_averages_is_bit_equal_to_the_unbroken_training(n: 
         assert wrong == []
 
 
+def resumed_from_the_older(kind: Callable[..., Any]) -> bool:
+    """Whether a training whose newer checkpoint (of local steps) has a corrupted model resumes from an older one (of exact
+    steps) as if there were no newer one."""
+
+    def fresh() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        return kind(4, start=6).attach(model, optimizer := adam(model), typical_count=8.0), model, optimizer
+
+    sync, model, optimizer = fresh()
+    states = []
+    for step in range(STEPS):
+        if step in (4, 8):
+            states.append(saved(sync, model, optimizer))
+        one_step(sync, model, step, True)
+    older, newer = states
+    again, other, its = fresh()
+    again.load_state_dict(newer["sync"])
+    again.load_state_dict(older["sync"])
+    other.load_state_dict(older["model"])
+    its.load_state_dict(older["optimizer"])
+    again.load_rank_state_dict(older["own"])
+    for step in range(4, STEPS):
+        one_step(again, other, step, True)
+    return np.array_equal(flat(model), flat(other))
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_after_a_corrupted_checkpoint_of_local_steps_one_of_exact_steps_is_resumed_exactly(kind: Callable[..., Any]) -> None:
+    assert on_ranks(2, resumed_from_the_older, kind) == [True, True]
+
+
+def resumed_with_a_later_start() -> Flat:
+    sync = LocalSGD(4).attach(model := make_model(), optimizer := adam(model), typical_count=8.0)
+    for step in range(2):
+        one_step(sync, model, step, False)
+    state = saved(sync, model, optimizer)
+    again = LocalSGD(4, start=9).attach(model := make_model(), optimizer := adam(model), typical_count=8.0)
+    again.load_state_dict(state["sync"])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    again.load_rank_state_dict(state["own"])
+    one_step(again, model, 2, False)
+    return flat(model)
+
+
+def test_local_steps_that_are_resumed_with_exact_ones_start_with_the_average() -> None:
+    first, second = on_ranks(2, resumed_with_a_later_start)
+    assert np.array_equal(first, second)
+
+
 def looked_at(look: bool) -> Flat:
     model = make_model()
     sync = DiLoCo(5).attach(model, adam(model), typical_count=8.0)
@@ -446,6 +496,35 @@ def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_the
         assert again
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "cut", "expected"),
+    [
+        ({"at_steps": [2, 4]}, {"at_steps": [2, 4, 9]}, 6, [2, 4, 9, 12]),
+        ({"at_steps": [2, 10]}, {"at_steps": [2, 7, 10]}, 6, [2, 7, 10, 12]),
+        ({"at_steps": [2, 4]}, {"every": 3}, 6, [2, 4, 9, 12]),
+        ({"every": 4}, {"at_steps": [3, 7]}, 6, [4, 7, 12]),
+        ({"every": 99}, {"every": 3}, 6, [9, 12]),
+        ({"every": 4}, {"every": 4}, 6, [4, 8, 12]),
+        ({"every": 4}, {"every": 2, "start": 9}, 6, [4, 11, 12]),
+        ({"every": 4, "start": 99}, {"every": 4, "start": 3}, 10, [12]),
+    ],
+)
+def test_a_resumed_run_averages_when_the_script_now_says(before: Any, after: Any, cut: int, expected: list[int]) -> None:
+    def train(sync: LocalSGD, steps: range) -> LocalSGD:
+        sync.attach(model := make_model(), sgd(model))
+        if steps[0]:
+            sync.load_state_dict(state)
+        for step in steps:
+            one_step(sync, model, step, False)
+        return sync
+
+    state: dict[str, Any] = {}
+    state = train(LocalSGD(**before), range(cut)).state_dict()
+    again = train(LocalSGD(**after), range(cut, STEPS))
+    again.finish()
+    assert again.averaged_at == expected
+
+
 # --- what goes wrong
 
 
@@ -627,6 +706,29 @@ def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow
     steps, (clocked, replayed) = first
     assert steps == [1, 2, 3, 13, 23, 33, 43, 53]  # ten steps of the slow rank are 3 s
     assert clocked == replayed
+
+
+def test_a_resumed_training_measures_its_steps_from_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.sync import local_sgd
+
+    now = [0.0]
+    monkeypatch.setattr(local_sgd.time, "perf_counter", lambda: now[0])
+
+    def train(sync: LocalSGD, steps: range) -> list[int]:
+        sync.attach(model := make_model(), sgd(model))
+        if steps[0]:
+            sync.load_state_dict(state)
+        for step in steps:
+            now[0] += 0.1
+            one_step(sync, model, step, False)
+        return sync.averaged_at
+
+    state: dict[str, Any] = {}
+    unbroken, first = LocalSGD(seconds=1.05), LocalSGD(seconds=1.05)
+    expected = train(unbroken, range(40))
+    train(first, range(12))
+    state = first.state_dict()
+    assert train(LocalSGD(seconds=1.05), range(12, 40)) == expected == [1, 2, 3, 13, 23, 33]
 
 
 def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float], list[float]]:

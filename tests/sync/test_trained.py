@@ -334,6 +334,16 @@ def test_frozen_parameters_and_modes_are_saved_and_restored(capfd: pytest.Captur
     assert capfd.readouterr().out == ""
 
 
+def test_a_training_that_was_saved_during_an_evaluation_is_resumed_in_the_modes_of_the_script() -> None:
+    model, optimizer = make()
+    model.eval()
+    state = Trained(model, optimizer).state_dict()
+    model.train()
+    model[1].eval()
+    Trained(model, optimizer).load_state_dict(state)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
 def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
     model, optimizer = make()
     state = Trained(model, optimizer).state_dict()
@@ -347,6 +357,24 @@ def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
     two = torch.optim.SGD([{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=0.1)
     with pytest.raises(ConfigError, match=r"in another order or in other groups \(sizes 4; in the script 2, 2\)"):
         Trained(model, two).load_state_dict(state)
+
+
+def test_a_group_of_a_corrupted_checkpoint_is_removed_before_an_older_one_is_loaded() -> None:
+    def script() -> Trained:
+        model, _ = make()
+        return Trained(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+    trained = script()
+    older = trained.state_dict()
+    trained.optimizer.add_param_group({"params": list(trained.model[2].parameters())})  # type: ignore[index, union-attr]
+    newer, optimizer = trained.state_dict(), trained.optimizer.state_dict()
+    again = script()
+    again.load_state_dict(newer)
+    again.optimizer.load_state_dict(optimizer)  # makes new groups
+    again.load_state_dict(older)
+    assert again.state_dict() == older
+    again.load_state_dict(newer)
+    assert again.state_dict() == newer
 
 
 # --- a process group that the script creates

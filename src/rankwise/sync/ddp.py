@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.dist import private_names
+from rankwise.errors import StepError
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, RidingTail, SeparateGradients
 
@@ -92,8 +93,12 @@ class DdpReduction(SeparateGradients):
                 self._expect_all()
             assert self._before is not None
             _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])
+        if not self._reduced:
+            raise StepError(
+                "the gradients were not sent: DDP's reducer lost the parameters, probably because the model was converted or "
+                "moved after the strategy was attached; convert or move a copy of it, or use AllReduce(overlap=False)"
+            )
         assert self._tail is not None
-        assert self._reduced, "DDP's reducer has not sent all of its buckets"
         if self._apart is not None:
             self._apart.zero_()
             self._tail.write(self._count, self._touched, changed)

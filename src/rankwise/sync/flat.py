@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankwise.dist import comm, private_names
+from rankwise.errors import StepError
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense
@@ -120,32 +121,59 @@ class _Buffer:
     def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
         self.parameters = parameters
         self._version_of = private_names.version_of()
-        sizes = [p.numel() for p in parameters]
+        self._sizes = [p.numel() for p in parameters]
         first = parameters[0]
-        self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
-        self.gradient = self.flat[: sum(sizes)]
-        self.views = [_view(piece, p) for piece, p in zip(torch.split(self.gradient, sizes), parameters, strict=True)]
+        self.flat = torch.zeros(sum(self._sizes) + tail, dtype=first.dtype, device=first.device)
+        self.gradient = self.flat[: sum(self._sizes)]
+        self._make_views()
         self.clear()
+
+    def _make_views(self) -> None:
+        pieces = torch.split(self.gradient, self._sizes)
+        self.views = [_view(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        filled = [view for view in self.views if view.numel()] or self.views
+        self._ends = filled[0], filled[-1]
+        self._addresses = filled[0].data_ptr(), filled[-1].data_ptr()
 
     def collect(self) -> list[bool]:
         """Copy gradients that are not in the buffer into it (after `optimizer.zero_grad()` they are elsewhere). Returns which
         parameters have a gradient."""
         touched = list(map(ne, self._versions_now(), self._versions))
-        if self._holds_all():
+        moved = self._has_moved()
+        if not moved and self._holds_all():
             return touched
+        self._check_kind()
+        before = self.views
+        if moved:
+            self._make_views()
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not view:
                 if parameter.grad is None:
                     view.zero_()
                 else:
                     view.copy_(parameter.grad.detach())
-                touched[i] = parameter.grad is not None
+                if parameter.grad is not before[i]:
+                    touched[i] = parameter.grad is not None
                 parameter.grad = view
         return touched
 
+    def _has_moved(self) -> bool:
+        """Whether the views are no longer in the buffer: `model.double()` or `model.cpu()` gives each other memory, which stays
+        after `model.float()` or `model.cuda()`. Looks only at the first and the last, because each step calls it."""
+        first, last = self._ends
+        return (first.data_ptr(), last.data_ptr()) != self._addresses
+
+    def _check_kind(self) -> None:
+        now, then = self.parameters[0], self.flat
+        if now.dtype != then.dtype or now.device != then.device:
+            raise StepError(
+                f"the parameters were {then.dtype} on {then.device} at the start of the training, and are {now.dtype} on "
+                f"{now.device} now; convert or move the model before the strategy is attached, or a copy of it"
+            )
+
     def has_gradients(self) -> bool:
         """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too."""
-        if self._holds_all():
+        if self._holds_all() and not self._has_moved():
             return bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 

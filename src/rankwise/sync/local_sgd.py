@@ -108,7 +108,7 @@ class LocalSGD:
         self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
         self._moving = self._trained_now()
         self._next = self._after(self.start)
-        self._since = time.perf_counter()
+        self._start_clock()
         return self
 
     def follow(self) -> None:
@@ -136,12 +136,16 @@ class LocalSGD:
 
     def _part(self) -> None:
         self._local.part()
-        self._since = time.perf_counter()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        """From here the time of the steps is measured. After a resume, this is not where the period began."""
+        self._since, self._since_step = time.perf_counter(), self._done
 
     def _average_now(self) -> Shared:
         """Collective. The replicas become their average, and the next period starts."""
         began = time.perf_counter()
-        shared, share = self._survey((began - self._since) / max(self._done - self._began_period, 1))
+        shared, share = self._survey((began - self._since) / max(self._done - self._since_step, 1))
         self._exchange(share)
         self._weight, self._skipped = 0.0, 0
         self._local.came.clear()
@@ -149,7 +153,7 @@ class LocalSGD:
         self._averages += 1
         self.averaged_at.append(self._done)
         self._waited_s += time.perf_counter() - began
-        self._since = time.perf_counter()
+        self._start_clock()
         return shared
 
     def _survey(self, step_s: float) -> tuple[Shared, float]:
@@ -203,6 +207,15 @@ class LocalSGD:
         if self._averages < _MEASURED - 1:
             return step + 1
         return step + min(max(int(self.seconds / step_s), 1), _LONGEST)
+
+    def _resumed(self, saved: int) -> int:
+        """The step of the next average after a resume: the saved one, unless the script has changed when replicas are
+        averaged."""
+        local = max(self._done, self.start)
+        if self._at_steps:
+            return next((at for at in self._at_steps if at > local), -1)
+        is_far = self.seconds is None and saved > local + self.every
+        return local + self.every if saved <= local or is_far else saved
 
     def _is_finite(self) -> bool:
         norms = private_names.norms([t.detach() for t in self._moving.values()], torch.float64)
@@ -343,14 +356,15 @@ class LocalSGD:
                 f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; "
                 "use that strategy (sync=...), or start a new run with --fresh or --name NAME"
             )
-        self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
-        self._began_period = state["began"]
+        self._done, self._averages = state["done"], state["averages"]
+        self._next = self._resumed(state["next"])
+        self._began_period = min(state["began"], max(self._done, self.start))
         self.averaged_at = list(state.get("averaged_at", ()))
-        if self._local.is_exact and self._done >= self.start:
-            self._local.part()
+        if self._local.is_exact != (self._done < self.start):
+            self._local.part(self._done >= self.start)
         self._local.load_state_dict(state["local"])
         self._moving = self._trained_now()
-        self._since = time.perf_counter()
+        self._start_clock()
 
     def rank_state_dict(self) -> dict[str, Any] | None:
         if self._local.is_exact:
@@ -363,7 +377,7 @@ class LocalSGD:
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
         self._weight, self._skipped = 0.0, 0
-        if state is None or "exact" in state:
+        if state is None or "exact" in state or self._local.is_exact:  # `start` may have been smaller
             self._local.load_rank_state_dict((state or {}).get("exact"))
             return
         self._load_own(state)

@@ -55,6 +55,8 @@ class Trained:
                 raise ConfigError(f"{kind.__name__} {why}; choose another optimizer, for example AdamW or SGD")
         self.model = model
         self.optimizer = optimizer
+        self._loaded: list[list[nn.Parameter]] = []
+        """The parameters of each group that a load has added; the optimizer may make new groups, but keeps these lists."""
         self.look()
 
     def look(self) -> None:
@@ -176,6 +178,7 @@ class Trained:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Freeze, unfreeze and set modes as saved, and add the groups that the run had added. Raises ConfigError if the
         optimizer had other parameters."""
+        self._remove_loaded_groups()  # of a newer checkpoint, which turned out to be corrupted
         self._add_groups(state["groups"])
         now = self.state_dict()
         if state["groups"] != now["groups"]:
@@ -188,8 +191,14 @@ class Trained:
             parameter.requires_grad_(name not in frozen)
             if name in state["outside"]:
                 parameter.data.copy_(state["outside"][name])
-        for name, module in self.model.named_modules():
-            module.training = name not in evaluating
+        modules = dict(self.model.named_modules())
+        if not evaluating >= modules.keys():  # saved during an evaluation: all modes stay as in the script
+            for name, module in modules.items():
+                module.training = name not in evaluating
+
+    def _remove_loaded_groups(self) -> None:
+        loaded, self._loaded = set(map(id, self._loaded)), []
+        self.optimizer.param_groups[:] = [g for g in self.optimizer.param_groups if id(g["params"]) not in loaded]
 
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
         """Add the groups that follow the script's, if the model has all their parameters. The optimizer's state sets their
@@ -201,6 +210,7 @@ class Trained:
             return
         for names in new:
             self.optimizer.add_param_group({"params": [named[name] for name in names]})
+            self._loaded.append(self.optimizer.param_groups[-1]["params"])
             log.say(f"from the checkpoint: the optimizer has one more group ({some(names)})")
 
 
