@@ -140,6 +140,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
     secret = _secret_of_all(plan)
     door, node, nodes, status = None, None, None, 1
     try:
+        attempts = len(run.attempts())
         hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if isinstance(scheduler, Hosts) else {}
         if hosts and not plan.hosts:  # the scheduler has chosen them
             plan = replace(plan, nodes=len(hosts), min_nodes=len(hosts) if plan.min_nodes == plan.nodes else plan.min_nodes)
@@ -178,7 +179,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
             node.close()
         if lease is not None:
             lease.release()
-    return _told_to_the_starter(status, plan, run, scheduler)
+    return _told_to_the_starter(status, plan, run, scheduler, attempts)
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
@@ -187,14 +188,15 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
-def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
+def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs, attempts_before: int) -> int:
     """The exit status that the queue gets. A queue that will start the job again expects a status of its own. In other queues,
     a run that stopped and saved is not a failed job: how the run ended is in its record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
         return status if scheduler.requeue_status is None else scheduler.requeue_status
-    return 0 if run.attempts()[-1].outcome.startswith("stopped") else status
+    newest = run.attempts()[attempts_before:][-1:]  # none if it was stopped while it waited for other nodes
+    return 0 if newest and newest[0].outcome.startswith("stopped") else status
 
 
 def _slots(plan: Plan, index: int) -> int:
