@@ -12,7 +12,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rankwise.agent.held_port import port_taken
 from rankwise.agent.node import Node
 from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience
 from rankwise.host.processes import STOP_SIGNALS
@@ -250,21 +250,21 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     """Run a member whose agent something else has started: it finds the head through a file in the run directory."""
     processes.become_subreaper()
     if plan is not None and plan.master_addr:
-        return _join(plan, run, index, events, [plan.master_addr], plan.master_port, _secret_of_all(plan))
-    record = _find_door(run, index, start, events)
-    plan = Plan.load(run.plan)
-    if plan.run_id != record["run_id"]:
-        raise RunDirError(f"{run.plan} is not the plan of the first node; all nodes must see the same folder {run.path}")
+        given = [plan.master_addr], plan.master_port, _secret_of_all(plan)
+        return _join(plan, run, index, events, lambda: given)
+    plan = _find_plan(run, index, start, events)
     _enter(plan)
-    return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
+    return _join(plan, run, index, events, partial(_way, run, start, plan.run_id))
 
 
-def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Sequence[str], port: int, secret: str) -> int:
+def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, way: Callable[[], tuple[list[str], int, str]]) -> int:
+    """`way`: returns the addresses, the port and the secret of the head, or raises NobodyThere."""
     node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
         patience = _patience()
         while True:
             try:
+                addresses, port, secret = way()  # each time: the file may have been left by a head that was killed
                 link, _, own = knock(addresses, port, secret, introduced(node.introduction))
                 break
             except NobodyThere as reason:
@@ -280,18 +280,35 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.close()
 
 
-def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mapping[str, Any]:
-    """Wait until the head of this same start has published its address; returns that record."""
+def _find_plan(run: RunDir, index: int, start: str, events: EventLoop) -> Plan:
+    """Wait until the head of this same start has published its address; returns its plan."""
     patience = _patience()
     while True:
         try:
-            record = read_door(run.door)
-            if record["start"] == start:
-                return record
-            why = f"{run.door} belongs to another start of this run"
+            record = _door(run, start)
+            plan = Plan.load(run.plan)
+            if plan.run_id == record["run_id"]:
+                return plan
+            why = f"{run.plan} is not the plan of the first node"
         except NobodyThere as reason:
             why = str(reason)
         _wait_for_head(patience, index, events, why)
+
+
+def _way(run: RunDir, start: str, run_id: str) -> tuple[list[str], int, str]:
+    record = _door(run, start)
+    if record["run_id"] != run_id:
+        raise NobodyThere(f"{run.plan} is not the plan of the first node")
+    return ways(record), int(record["port"]), str(record["secret"])
+
+
+def _door(run: RunDir, start: str) -> Mapping[str, Any]:
+    """What the head has published. Raises NobodyThere if another start has; in PBS and LSF, all of one job share their
+    `start`."""
+    record = read_door(run.door)
+    if record["start"] != start:
+        raise NobodyThere(f"{run.door} belongs to another start of this run")
+    return record
 
 
 def _patience() -> Patience:
