@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -652,6 +653,31 @@ def test_launchers_that_mpirun_has_started_together_are_one_run_and_one_that_nev
         ended = list(pool.map(lambda env: rankwise("run", "--tee", "all", "script.py", env=env), (first, second)))
     assert [done.returncode for done in ended] == [0, 0]
     assert sorted(ended[0].stdout.splitlines()) == ["[rank 0] 0 2", "[rank 1] 1 2"]
+
+
+MPICH = """
+import signal, sys
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda *_: sys.exit(0))
+open("joining", "w").close()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_run_that_is_stopped_while_its_agents_join_has_not_succeeded_though_mpich_exits_with_0(
+    launch, tmp_path: Path, signum: int, status: int
+) -> None:
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(MPICH)}\n")
+    mpirun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{mpirun.parent}:{os.environ['PATH']}"}
+    run = launch("print('started')", options=("--on", "mpich", "-H", "a,b", "--nproc", "1"), env=environment)
+    wait_for((tmp_path / "joining").exists, "mpirun")
+    run.process.send_signal(signum)
+    assert run.wait() == status
+    assert run.output().endswith("rankwise: stopped before any rank had started\n")
 
 
 def test_an_error_of_ours_is_told_once_though_every_rank_raises_it(launch) -> None:

@@ -8,8 +8,10 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cluster_runs import GATE
@@ -18,7 +20,8 @@ from plans import plan
 
 from rankwise.agent import bootstrap
 from rankwise.errors import ConfigError
-from rankwise.run.directory import RunDir
+from rankwise.ipc.channel import Door, NobodyThere
+from rankwise.run.directory import RunDir, write_json
 from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import queues
 
@@ -72,7 +75,16 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
     run = RunDir(tmp_path / "run")
     run.prepare(fresh=False)
     run.update_attempt(run.begin_attempt(1, ("train.py",)), status=status, outcome=outcome)
-    assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name]) == told
+    assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name], 0) == told
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_job_that_is_stopped_before_its_ranks_start_is_not_taken_for_one_that_has_saved(earlier: int, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.prepare(fresh=False)
+    for _ in range(earlier):
+        run.update_attempt(run.begin_attempt(1, ("train.py",)), status=75, outcome="stopped by SIGUSR1 after step 3")
+    assert bootstrap._told_to_the_starter(75, planned(), run, queues()["slurm"], earlier) == 75
 
 
 @pytest.mark.parametrize(
@@ -99,3 +111,53 @@ def test_an_agent_that_the_head_starts_is_greeted_with_the_plan_and_its_own_numb
         "node": 3, "ranks": 2, "secret": "secret", "environment": {"LR": "1"},
     }  # fmt: skip
     assert greeting["plan"] == {**planned().record(), "launcher_pid": 0}
+
+
+@pytest.fixture
+def doors() -> Iterator[tuple[Door, Door]]:
+    """Of a head that was killed, and of the head that was started after it in the same job."""
+    pair = Door("old", loopback=True), Door("new", loopback=True)
+    yield pair
+    for door in pair:
+        door.close()
+
+
+def test_a_member_waits_for_the_first_node_if_an_earlier_run_of_the_job_has_left_its_address(
+    doors: tuple[Door, Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, waited = RunDir(Path("run").absolute()), []
+    run.prepare(fresh=False)
+    write_json(run.plan, planned(run_id="second").record())
+    doors[0].publish(run.door, "first", "pbs-1")
+
+    def wait(*words: Any) -> None:
+        waited.append(words[-1])
+        doors[1].publish(run.door, "second", "pbs-1")
+
+    monkeypatch.setattr(bootstrap, "_wait_for_head", wait)
+    assert bootstrap._find_plan(run, 1, "pbs-1", mock.Mock()).run_id == "second"
+    assert waited == [f"{run.plan} is not the plan of the first node"]
+
+
+def test_a_member_that_nobody_answers_reads_the_address_again(
+    doors: tuple[Door, Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, knocks = RunDir(Path("run").absolute()), []
+    run.prepare(fresh=False)
+    write_json(run.plan, planned().record())
+    doors[0].publish(run.door, "x", "pbs-1")
+
+    def knock(_: Any, port: int, secret: str, *__: Any) -> Any:
+        knocks.append((port, secret))
+        assert len(knocks) < 3
+        if secret == "old":
+            doors[1].publish(run.door, "x", "pbs-1")
+            raise NobodyThere("connection refused")
+        return mock.Mock(), "127.0.0.1", "127.0.0.1"
+
+    monkeypatch.setattr(bootstrap, "knock", knock)
+    monkeypatch.setattr(bootstrap, "_wait_for_head", mock.Mock())
+    for name in ("Node", "introduced", "RemoteNode", "_enter"):
+        monkeypatch.setattr(bootstrap, name, mock.Mock())
+    bootstrap._calling(planned(), run, 1, "pbs-1", mock.Mock())
+    assert knocks == [(doors[0].port, "old"), (doors[1].port, "new")]

@@ -112,3 +112,22 @@ def test_a_long_path_is_cut_at_its_beginning() -> None:
     assert found is not None
     assert "at train.py:31" in found.summary
     rings.close()
+
+
+def test_a_path_that_is_not_utf_8_is_noted() -> None:
+    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
+    for rank in range(2):
+        notes_of(rings, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", "/home/me/caf\udce9/train.py:31")
+    found = after_reading(rings, ledger)
+    assert found is not None
+    assert "at train.py:31" in found.summary
+    rings.close()
+
+
+def test_a_note_that_cannot_be_read_is_passed_over() -> None:
+    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
+    for rank in range(2):
+        notes_of(rings, rank).add("0", 2, "barrier()", "/home/me/my\tscript.py:31")
+        notes_of(rings, rank).add("0", 2, "barrier()", "/home/me/train.py:32")
+    assert after_reading(rings, ledger) is None
+    rings.close()

@@ -170,6 +170,25 @@ def test_two_alike_from_different_lines_are_two_unless_a_line_of_its_own_is_usua
     assert said is None or "these are two different calls" in said
 
 
+WRONG: dict[str, Call] = {
+    "all_reduce of a dict": lambda d, x: d.all_reduce({f"loss {i}": x for i in range(100)}),
+    "all_reduce of dicts": lambda d, x: d.all_reduce([{f"loss {i}": x for i in range(100)}]),
+    "all_to_all of a dict": lambda d, x: d.all_to_all({f"loss {i}": x for i in range(100)}, {}),
+    "broadcast of a model": lambda d, x: d.broadcast(nn.Sequential(*(nn.Linear(2, 2) for _ in range(len(x) + 20)))),
+    "broadcast of a model with a dtype": lambda d, _: d.broadcast(SimpleNamespace(dtype=torch.float32)),
+    "broadcast from an object": lambda d, _: d.broadcast(torch.ones(4), object()),
+    "all_reduce with an operation that has a long name": lambda d, _: d.all_reduce(torch.ones(4), "sum" * 200),
+}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_a_wrong_argument_that_torch_will_refuse_makes_a_complete_note_and_no_mismatch(call: str) -> None:
+    assert with_the_odd(lambda d: WRONG[call](d, "a\tb"), lambda d: WRONG[call](d, "c")) is None
+    said = with_the_odd(lambda d: WRONG[call](d, ""), lambda d: d.barrier())
+    assert said is not None
+    assert said.count("at test_collective_notes.py:") == 2
+
+
 MODULE = """
 def all_reduce(d, tensor):
     d.all_reduce(tensor)

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rankwise.agent.held_port import port_taken
 from rankwise.agent.node import Node
 from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience
 from rankwise.host.processes import STOP_SIGNALS
@@ -140,6 +140,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
     secret = _secret_of_all(plan)
     door, node, nodes, status = None, None, None, 1
     try:
+        attempts = len(run.attempts())
         hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if isinstance(scheduler, Hosts) else {}
         if hosts and not plan.hosts:  # the scheduler has chosen them
             plan = replace(plan, nodes=len(hosts), min_nodes=len(hosts) if plan.min_nodes == plan.nodes else plan.min_nodes)
@@ -178,7 +179,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
             node.close()
         if lease is not None:
             lease.release()
-    return _told_to_the_starter(status, plan, run, scheduler)
+    return _told_to_the_starter(status, plan, run, scheduler, attempts)
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
@@ -187,14 +188,15 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
-def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
+def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs, attempts_before: int) -> int:
     """The exit status that the queue gets. A queue that will start the job again expects a status of its own. In other queues,
     a run that stopped and saved is not a failed job: how the run ended is in its record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
         return status if scheduler.requeue_status is None else scheduler.requeue_status
-    return 0 if run.attempts()[-1].outcome.startswith("stopped") else status
+    newest = run.attempts()[attempts_before:][-1:]  # none if it was stopped while it waited for other nodes
+    return 0 if newest and newest[0].outcome.startswith("stopped") else status
 
 
 def _slots(plan: Plan, index: int) -> int:
@@ -248,21 +250,21 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     """Run a member whose agent something else has started: it finds the head through a file in the run directory."""
     processes.become_subreaper()
     if plan is not None and plan.master_addr:
-        return _join(plan, run, index, events, [plan.master_addr], plan.master_port, _secret_of_all(plan))
-    record = _find_door(run, index, start, events)
-    plan = Plan.load(run.plan)
-    if plan.run_id != record["run_id"]:
-        raise RunDirError(f"{run.plan} is not the plan of the first node; all nodes must see the same folder {run.path}")
+        given = [plan.master_addr], plan.master_port, _secret_of_all(plan)
+        return _join(plan, run, index, events, lambda: given)
+    plan = _find_plan(run, index, start, events)
     _enter(plan)
-    return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
+    return _join(plan, run, index, events, partial(_way, run, start, plan.run_id))
 
 
-def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Sequence[str], port: int, secret: str) -> int:
+def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, way: Callable[[], tuple[list[str], int, str]]) -> int:
+    """`way`: returns the addresses, the port and the secret of the head, or raises NobodyThere."""
     node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
         patience = _patience()
         while True:
             try:
+                addresses, port, secret = way()  # each time: the file may have been left by a head that was killed
                 link, _, own = knock(addresses, port, secret, introduced(node.introduction))
                 break
             except NobodyThere as reason:
@@ -278,18 +280,35 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.close()
 
 
-def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mapping[str, Any]:
-    """Wait until the head of this same start has published its address; returns that record."""
+def _find_plan(run: RunDir, index: int, start: str, events: EventLoop) -> Plan:
+    """Wait until the head of this same start has published its address; returns its plan."""
     patience = _patience()
     while True:
         try:
-            record = read_door(run.door)
-            if record["start"] == start:
-                return record
-            why = f"{run.door} belongs to another start of this run"
+            record = _door(run, start)
+            plan = Plan.load(run.plan)
+            if plan.run_id == record["run_id"]:
+                return plan
+            why = f"{run.plan} is not the plan of the first node"
         except NobodyThere as reason:
             why = str(reason)
         _wait_for_head(patience, index, events, why)
+
+
+def _way(run: RunDir, start: str, run_id: str) -> tuple[list[str], int, str]:
+    record = _door(run, start)
+    if record["run_id"] != run_id:
+        raise NobodyThere(f"{run.plan} is not the plan of the first node")
+    return ways(record), int(record["port"]), str(record["secret"])
+
+
+def _door(run: RunDir, start: str) -> Mapping[str, Any]:
+    """What the head has published. Raises NobodyThere if another start has; in PBS and LSF, all of one job share their
+    `start`."""
+    record = read_door(run.door)
+    if record["start"] != start:
+        raise NobodyThere(f"{run.door} belongs to another start of this run")
+    return record
 
 
 def _patience() -> Patience:

@@ -10,6 +10,7 @@ notes into memory that they share with their agent.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -145,7 +146,8 @@ class Ledger:
 
     def add(self, notes: Iterable[tuple[int, str]]) -> None:
         for rank, line in notes:
-            self._comparison.add(rank, Note.of(line))
+            with contextlib.suppress(ValueError):  # a file name may contain a tab
+                self._comparison.add(rank, Note.of(line))
 
     def look(self, at_end: bool = False) -> Mismatch | None:
         """The mismatch, if any. Without `at_end`, only once the other ranks have had time to note what they enter instead."""

@@ -36,6 +36,9 @@ _TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arg
 """rankwise modules whose functions are collectives that users call directly, and the module that checks their arguments: the
 note shows the line that calls them."""
 
+_WHAT_CHARS, _CALLER_CHARS = 96, 40
+"""The most of a note that these two parts may take, so that the place of the call remains complete."""
+
 _OURS = (__file__, private_names.__file__)
 
 # For each collective: the parameter whose tensors must match on all ranks (None: they may differ), and the root's parameter.
@@ -281,29 +284,31 @@ class Notes:
             return
         with self._lock:
             self.numbers[group] = number = self.numbers.get(group, 0) + 1
-            head = f"{group}\t{number}\t{size}\t{what}\t{caller}\t"
-            data = (head + site[len(head) - self._slot_bytes :]).encode()[: self._slot_bytes]
+            head = f"{group}\t{number}\t{size}\t{what[:_WHAT_CHARS]}\t{caller[-_CALLER_CHARS:]}\t".encode(errors="replace")
+            place = site.encode(errors="replace")  # a path need not be UTF-8
+            data = (head + place[len(head) - self._slot_bytes :])[: self._slot_bytes]
             start = self._first + self._count[0] % self._slots * self._slot_bytes
             self._map[start : start + self._slot_bytes] = data.ljust(self._slot_bytes, b"\0")
             self._count[0] += 1  # last: the agent reads as many notes as are counted
 
 
 def _described(value):
-    """`float32[4, 8]`, or `2 x float32[4, 8]` for a list."""
+    """`float32[4, 8]`, or `2 x float32[4, 8]` for a list; the name of its type for anything else, which torch will refuse."""
     if isinstance(value, (list, tuple)):
         return f"{len(value)} x {_described(value[0])}" if value else "nothing"
-    return f"{_dtype(value)}{list(value.shape)}" if hasattr(value, "dtype") else str(value)
+    is_tensor = hasattr(value, "dtype") and hasattr(value, "shape")
+    return f"{_dtype(value)}{list(value.shape)}" if is_tensor else type(value).__name__
 
 
 def _dtype(value):
     first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return str(getattr(first, "dtype", first)).removeprefix("torch.")
+    return str(getattr(first, "dtype", type(first).__name__)).removeprefix("torch.")
 
 
 def _root(c10d, group, root, given):
     """`src 0`: the rank in the world, also if the script gave its rank in the group."""
     if given.get(root) is not None:
-        return f"{root} {given[root]}"
+        return f"{root} {given[root] if hasattr(given[root], '__index__') else type(given[root]).__name__}"
     inside = given.get(f"group_{root}")
     return f"{root} {c10d.get_global_rank(group, inside) if inside is not None else 0}"
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import shlex
 import shutil
 import sys
@@ -91,6 +92,11 @@ class Terminal:
         self.closed = stream is None
         self.lost: str | None = None
         """Why nothing can be printed any more; None if the reader is gone."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether PIPE_BUF bytes can be written now, without waiting for the reader."""
+        return self.closed or bool(select.select([], [self._fd], [], 0)[1])
 
     @property
     def columns(self) -> int:

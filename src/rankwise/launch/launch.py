@@ -125,8 +125,9 @@ def _run_here(
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         if choice.starts_agents and (newest := run.attempts()[attempts:][-1:]) and newest[0].status is not None:
             status = newest[0].status  # the launcher of the agents may return another status (MPICH: 0 after a signal)
-        # The signal came before the launcher of the agents could handle it.
-        if status < 0 and forward.asked and len(run.attempts()) == attempts:
+        # The signal came before the launcher of the agents could handle it, or while the agents joined (MPICH: 0 here too).
+        ended_by_it = status < 0 or (status == 0 and choice.starts_agents)
+        if ended_by_it and forward.asked and len(run.attempts()) == attempts:
             say("stopped before any rank had started")
             return EXIT_INTERRUPTED if forward.interrupted else EXIT_PREEMPTED
         if status >= 0:
