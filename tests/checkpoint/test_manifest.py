@@ -101,6 +101,12 @@ def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_sa
         Manifest.read(folder)
 
 
+def test_info_with_numbers_as_keys_is_read_with_the_keys_that_json_gives_back(folder: Path) -> None:
+    manifest = replace(Manifest.read(folder), info={"lr": {10: 0.1, 2: 0.2, "10": 0.3}, "at": {0.5: [True, (1, None)]}})
+    (folder / manifests.NAME).write_text(manifest.text())
+    assert Manifest.read(folder).info == {"lr": {"10": 0.3, "2": 0.2}, "at": {"0.5": [True, [1, None]]}}
+
+
 def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, background=False).save({"model": torch.nn.Linear(300, 2)}, 1)
     file = path / "model.pt"

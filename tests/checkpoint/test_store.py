@@ -491,6 +491,23 @@ def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folde
 # --- ranks
 
 
+def refused_info(folder: Path, sharded: bool) -> str:
+    """The error of a save in which only the main rank's `info` is wrong."""
+    info = {"threads": 2, "device": torch.device("cpu") if comm.is_main() else "cpu"}
+    try:
+        Checkpoints(folder, sharded=sharded).save(of_step(1), 1, info)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_info_that_json_cannot_hold_is_refused_on_every_rank_before_anything_is_written(folder: Path, sharded: bool) -> None:
+    [said] = set(on_ranks(2, refused_info, folder, sharded))
+    assert said.startswith("info['device'] is device(type='cpu'), which a manifest, a JSON file, cannot hold; give texts")
+    assert not folder.exists()
+
+
 def draws() -> list[float]:
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from rankwise.errors import CheckpointError, DamagedError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.host.arguments import shown
 from rankwise.host.text import listed
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Manifest:
 
     def text(self) -> str:
         """The manifest as JSON, with a checksum of itself."""
-        record = asdict(self)
+        record = json.loads(json.dumps(asdict(self)))  # what `read` will get: the keys of `info` may be numbers
         return _as_text({**record, "xxh3_128": _record_sum(record)})
 
     @classmethod
@@ -141,6 +142,19 @@ def _as_text(record: dict[str, Any]) -> str:
 
 def _record_sum(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def take_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for the manifest. Raises ConfigError for a value that JSON cannot hold."""
+    for name, value in info.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError, RecursionError):
+            raise ConfigError(
+                f"info[{name!r}] is {shown(value)}, which a manifest, a JSON file, cannot hold; give texts, numbers, "
+                "and lists and dicts of them"
+            ) from None
+    return dict(info)
 
 
 def saved_at(folder: Path) -> float:

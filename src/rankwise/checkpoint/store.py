@@ -216,8 +216,8 @@ class Checkpoints:
 
         def record() -> Manifest:
             return Manifest(
-                version, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
-                asdict(self._best) if self._best is not None else {},
+                version, step, comm.world_size(), torch.__version__, {}, manifests.take_info(info or {}),
+                _finite(metrics or {}), asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
 
         if self._sharded:
