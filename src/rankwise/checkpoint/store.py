@@ -46,7 +46,7 @@ from rankwise.checkpoint.writer import CheckpointWriter, Others, await_folder, c
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.dist.world import checkpoint_scope as scope_of
-from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
 from rankwise.host.arguments import (
     ANYTHING,
     FLAG,
@@ -468,10 +468,10 @@ class Checkpoints:
             own = resume.load(folder, manifest, there)
             try:
                 settle(own, comm.patient())  # no rank may be left waiting in a collective
-            except DamagedError as error:  # the same on all ranks, which all try the next one
+            except (DamagedError, UnreadableError) as error:  # the same on all ranks, which all try the next one
                 failures[folder] += 1
-                if resume.is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
-                    self._catalog.give_up(folder, str(error), damaged)
+                if resume.is_damaged_here(isinstance(own, DamagedError | UnreadableError) or failures[folder] > 1):
+                    self._catalog.give_up(folder, error, damaged)
             except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
                     raise
