@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import zipfile
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def test_a_file_without_torchs_own_sums_is_read_by_torch_and_files_of_the_user_h
         assert archive.testzip() is not None  # torch's sum of 20 GB would take as long as the writing
     with zipfile.ZipFile(tmp_path / "users.pt") as archive:
         assert archive.testzip() is None
+
+
+def test_a_save_removes_what_a_killed_writer_has_left_and_no_temporary_folder_of_the_user(tmp_path: Path) -> None:
+    leftover, of_mktemp = tmp_path / f"tmp.{uuid.uuid4().hex}", tmp_path / "tmp.Xa3bQ9zLmP"
+    for folder in (leftover, of_mktemp):
+        folder.mkdir()
+        (folder / "model.pt").touch()
+    Checkpoints(tmp_path, background=False).save({"a": torch.nn.Linear(1, 1)}, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", of_mktemp.name]
+    assert (of_mktemp / "model.pt").exists()
 
 
 def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
