@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import uuid
 import zipfile
 from pathlib import Path
@@ -65,6 +68,19 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, 
     others.hurry()
     with pytest.raises(CheckpointError, match="is incomplete"):
         others.wait()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "the reason"), RuntimeError("the reason")])
+@pytest.mark.parametrize("asked", ["exists", "disk_usage"])
+def test_a_failed_write_is_explained_even_if_the_folder_is_not_reachable_any_more(
+    error: OSError | RuntimeError, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path if asked == "exists" else shutil, asked, fail)
+    final = tmp_path / "step-00000001"
+    assert writer.explain_failure(final, {}, error) == f"cannot write {final}: the reason"
 
 
 def test_the_death_of_a_loaders_worker_that_is_raised_within_a_save_is_no_failure_to_write(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ class Checkpoints:
         """Collective. (the folder, the bytes of the own states of all ranks)."""
         firsts = [ranks[0] for ranks in self._writers()]
         own = own_states.collect(parts)
-        mine = (seed.rng_state(), self._times_saved(step) if comm.rank() in firsts else 0, own_states.bytes_of(own))
+        with agreed():
+            saved = self._times_saved(step) if comm.rank() in firsts else 0
+        mine = (seed.rng_state(), saved, own_states.bytes_of(own))
         streams, times, sizes = zip(*comm.all_gather_object(mine), strict=True)
         every = {resume.RNG: {str(rank): stream for rank, stream in enumerate(streams)}}
         apart = [size for size in sizes if size is not None]

@@ -118,9 +118,10 @@ class CheckpointWriter:
 
     def remove_leftovers(self) -> None:
         """Remove what a killed writer has left. Only one run writes here (run/lease.py), so no other process uses it."""
-        for leftover in self._folder.glob("tmp.*"):
-            if _TEMPORARY.fullmatch(leftover.name):
-                shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not reachable: the write itself reports it
+            for leftover in self._folder.glob("tmp.*"):
+                if _TEMPORARY.fullmatch(leftover.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
 
 
 # --- the shares of other ranks
@@ -312,8 +313,11 @@ def _is_of_a_worker(error: Exception) -> bool:
 
 def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
     need = sum(map(_size, states.values()))
-    parent = next(p for p in final.parents if p.exists())
-    free = shutil.disk_usage(parent).free
+    try:
+        parent = next(p for p in final.parents if p.exists())
+        free = shutil.disk_usage(parent).free
+    except OSError:  # the folder is not reachable any more
+        return f"cannot write {final}: {error.strerror if isinstance(error, OSError) else error}"
     if isinstance(error, RuntimeError):
         if free > need:
             return f"cannot write {final}: {error}"
