@@ -10,6 +10,7 @@ RankwiseError            exit status 2 unless a subclass has another
   StepError              a step function, or a rank's number of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
     DamagedError         a file of a checkpoint is corrupted
+    UnreadableError      a checkpoint cannot be read, and may be intact
   FunctionError          a rank of a function exited without a result, or with one that cannot be sent
   OutputError            the output of a command cannot be written
   SelftestError          a script that cannot be tested
@@ -78,6 +79,10 @@ class CheckpointError(RankwiseError):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, truncated or corrupted; the checkpoint before it may be intact."""
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now (the system gave an error), or not by this version of rankwise. It may be intact."""
 
 
 class OutputError(RankwiseError):

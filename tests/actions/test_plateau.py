@@ -39,6 +39,16 @@ def test_a_metric_that_an_evaluation_does_not_measure_is_an_error_that_names_tho
         step(state)
 
 
+def test_a_metric_that_an_earlier_attempt_has_measured_is_not_reported_as_unknown(
+    state: TrainState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plateau = Plateau(ReduceLROnPlateau(state.optimizer), "eval_loss")
+    state.metrics = {"eval_loss": 1.0}  # as restored
+    state.measure({"accuracy": 0.5})
+    plateau(state)
+    assert capsys.readouterr().out == ""
+
+
 def test_another_scheduler_is_refused(state: TrainState) -> None:
     with pytest.raises(ConfigError, match=r"^Plateau\(scheduler=.*\): give torch's ReduceLROnPlateau"):
         Plateau(StepLR(state.optimizer, 1))  # type: ignore[arg-type]

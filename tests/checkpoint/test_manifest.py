@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import xxhash
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import FileRecord, Manifest
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, DamagedError, UnreadableError
 
 
 def test_every_tensor_of_a_nest_has_its_path() -> None:
@@ -101,6 +103,12 @@ def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_sa
         Manifest.read(folder)
 
 
+def test_info_with_numbers_as_keys_is_read_with_the_keys_that_json_gives_back(folder: Path) -> None:
+    manifest = replace(Manifest.read(folder), info={"lr": {10: 0.1, 2: 0.2, "10": 0.3}, "at": {0.5: [True, (1, None)]}})
+    (folder / manifests.NAME).write_text(manifest.text())
+    assert Manifest.read(folder).info == {"lr": {"10": 0.3, "2": 0.2}, "at": {"0.5": [True, [1, None]]}}
+
+
 def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, background=False).save({"model": torch.nn.Linear(300, 2)}, 1)
     file = path / "model.pt"
@@ -150,11 +158,27 @@ def test_a_truncated_an_emptied_and_a_missing_file_are_named(folder: Path) -> No
     with pytest.raises(CheckpointError, match=rf"has {len(whole) + 1} of {len(whole)} bytes"):
         manifests.verify(folder)
     path.unlink()
-    with pytest.raises(CheckpointError, match=rf"{path} cannot be read \(No such file"):
+    with pytest.raises(DamagedError, match=rf"{path} cannot be read \(No such file"):
         manifests.verify(folder)
     path.mkdir()
     with pytest.raises(CheckpointError, match=str(path)):
         manifests.verify(folder)
+
+
+def test_a_file_that_the_system_does_not_read_is_not_reported_as_corrupted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(mmap, "mmap", fail)
+    path = folder / "model.pt"
+    with pytest.raises(UnreadableError, match=rf"^{path} cannot be read \(Input/output error\)$"):
+        manifests.verify(folder)
+    manifest = Manifest.read(folder)
+    monkeypatch.setattr(Path, "stat", fail)
+    with pytest.raises(UnreadableError, match=rf"^{path} cannot be read \(Input/output error\)$"):
+        manifests.length_damage(path, manifest.files["model.pt"])
 
 
 def test_a_manifest_that_is_missing_damaged_or_of_another_version_says_so(folder: Path) -> None:

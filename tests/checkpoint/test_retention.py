@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from ranks import on_ranks
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.retention import Best, Retention
-from rankwise.errors import ConfigError
+from rankwise.errors import CheckpointError, ConfigError
 
 NAN = math.nan
 
@@ -286,6 +287,57 @@ def test_a_best_that_was_found_damaged_goes_when_something_newer_is_whole(folder
     checkpoints = store(folder)
     assert best_step(checkpoints) == 2
     assert save(checkpoints, {3: 3.0}) == [2, 3]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """From now on, this file cannot be opened, as if the process had too many open files."""
+    opened = Path.open
+
+    def refused(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "manifest.json"])
+def test_a_best_that_cannot_be_read_for_a_while_is_not_removed(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store(folder), {1: 1.0, 2: 2.0})
+    checkpoints = store(folder)
+    refuse(monkeypatch, folder / "step-00000001" / name)
+    assert best_step(checkpoints) == 2
+    assert save(checkpoints, {3: 3.0}) == [1, 2, 3]
+    monkeypatch.undo()
+    assert save(checkpoints, {4: 4.0}) == [1, 4]
+    assert best_step(checkpoints) == 1
+
+
+@pytest.mark.parametrize("name", ["model.pt", "manifest.json"])
+def test_a_checkpoint_that_cannot_be_read_is_not_loaded_and_not_removed_as_corrupted(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(store(folder, keep_last=9), {1: 2.0, 2: 1.0})
+    checkpoints = store(folder, keep_last=9)
+    path = folder / "step-00000002" / name
+    refuse(monkeypatch, path)
+    assert checkpoints.resume(of_step(0)) == 1
+    assert f"skipped a checkpoint: {path} cannot be read (Too many open files)" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert save(checkpoints, {3: 3.0}) == [1, 2, 3]
+    assert best_step(checkpoints) == 2
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_removed_because_it_may_be_the_best(folder: Path) -> None:
+    save(store(folder), {1: 1.0})
+    path = folder / "step-00000001" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
+    checkpoints = store(folder)
+    with pytest.raises(CheckpointError, match="use a newer rankwise"):
+        checkpoints.resume(of_step(0))
+    assert save(checkpoints, {2: 2.0, 3: 3.0}) == [1, 2, 3]
 
 
 def test_a_step_that_is_saved_again_is_best_by_its_newest_copy_unless_that_is_worse(folder: Path) -> None:

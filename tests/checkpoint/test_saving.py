@@ -133,6 +133,17 @@ def test_named_steps_and_the_best_evaluation_are_saved(state: TrainState) -> Non
     assert loop.checkpoints.metrics == [{}, {"eval_loss": 0.5}]
 
 
+def test_a_resumed_run_may_first_evaluate_something_else_than_the_metric_of_its_best(state: TrainState) -> None:
+    loop = Loop(keep_best="eval_loss")
+    state.measure({"eval_loss": 0.5})
+    resumed = TrainState(state.model, state.optimizer)
+    resumed.load_state_dict(state.state_dict())
+    resumed.step = 2
+    resumed.measure({"eval_other": 3.0})
+    loop.saving.if_best(resumed)
+    assert loop.checkpoints.steps == []
+
+
 @pytest.mark.parametrize("keep_best", [None, "loss"])
 def test_the_training_loss_is_no_occasion_to_save(keep_best: str | None) -> None:
     assert Loop(keep_best=keep_best).saving.further() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -22,7 +23,7 @@ from boxes import Box, background, loaded, of_step, save, small_disk, step_in
 from ranks import on_ranks
 from torch import nn
 
-from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint import Checkpoints, catalog
 from rankwise.checkpoint import manifest as manifests
 from rankwise.dist import comm, seed
 from rankwise.errors import CheckpointError, ConfigError
@@ -491,6 +492,23 @@ def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folde
 # --- ranks
 
 
+def refused_info(folder: Path, sharded: bool) -> str:
+    """The error of a save in which only the main rank's `info` is wrong."""
+    info = {"threads": 2, "device": torch.device("cpu") if comm.is_main() else "cpu"}
+    try:
+        Checkpoints(folder, sharded=sharded).save(of_step(1), 1, info)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_info_that_json_cannot_hold_is_refused_on_every_rank_before_anything_is_written(folder: Path, sharded: bool) -> None:
+    [said] = set(on_ranks(2, refused_info, folder, sharded))
+    assert said.startswith("info['device'] is device(type='cpu'), which a manifest, a JSON file, cannot hold; give texts")
+    assert not folder.exists()
+
+
 def draws() -> list[float]:
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 
@@ -603,6 +621,28 @@ def test_a_failure_of_the_main_rank_is_raised_on_every_rank(tmp_path: Path) -> N
     answers = on_ranks(2, fail_on_ranks, tmp_path)
     assert answers[0] == answers[1]
     assert [text.split(" ")[0] for _, text in answers[0]] == ["cannot", "no"]
+
+
+def save_without_the_folder(folder: Path, sharded: bool) -> str:
+    """The error of a save after the folder has become unreachable for the main rank."""
+    checkpoints = Checkpoints(folder, sharded=sharded)
+    save(checkpoints, 1)
+
+    def fail(_folder: Path) -> list[Path]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    if comm.is_main():
+        catalog.checkpoints_in = fail
+    try:
+        checkpoints.save(of_step(2), 2)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_that_becomes_unreachable_is_a_checkpoint_error_on_every_rank(folder: Path, sharded: bool) -> None:
+    assert on_ranks(2, save_without_the_folder, folder, sharded) == [f"cannot write {folder}: Stale file handle"] * 2
 
 
 def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(folder: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import uuid
 import zipfile
 from pathlib import Path
 
@@ -43,6 +47,16 @@ def test_a_file_without_torchs_own_sums_is_read_by_torch_and_files_of_the_user_h
         assert archive.testzip() is None
 
 
+def test_a_save_removes_what_a_killed_writer_has_left_and_no_temporary_folder_of_the_user(tmp_path: Path) -> None:
+    leftover, of_mktemp = tmp_path / f"tmp.{uuid.uuid4().hex}", tmp_path / "tmp.Xa3bQ9zLmP"
+    for folder in (leftover, of_mktemp):
+        folder.mkdir()
+        (folder / "model.pt").touch()
+    Checkpoints(tmp_path, background=False).save({"a": torch.nn.Linear(1, 1)}, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", of_mktemp.name]
+    assert (of_mktemp / "model.pt").exists()
+
+
 def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.leave_word(tmp_path, 2, {})
     monkeypatch.setattr(writer, "_WAIT_S", 0.0)
@@ -54,6 +68,19 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, 
     others.hurry()
     with pytest.raises(CheckpointError, match="is incomplete"):
         others.wait()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "the reason"), RuntimeError("the reason")])
+@pytest.mark.parametrize("asked", ["exists", "disk_usage"])
+def test_a_failed_write_is_explained_even_if_the_folder_is_not_reachable_any_more(
+    error: OSError | RuntimeError, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path if asked == "exists" else shutil, asked, fail)
+    final = tmp_path / "step-00000001"
+    assert writer.explain_failure(final, {}, error) == f"cannot write {final}: the reason"
 
 
 def test_the_death_of_a_loaders_worker_that_is_raised_within_a_save_is_no_failure_to_write(tmp_path: Path) -> None:

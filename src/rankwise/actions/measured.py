@@ -17,7 +17,7 @@ def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
         raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")
-    if metric not in state.measured and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
+    if metric not in state.metrics and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
         log.warning_once(
             f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To "
             f"follow one of these, give its name: {what}(..., {evaluated[0]!r})"

@@ -9,7 +9,6 @@ Nothing here is collective. If there is a mirror, the main rank copies from it w
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.dist import comm, log
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, UnreadableError
 
 
 class Catalog:
@@ -40,8 +39,12 @@ class Catalog:
 
     def times_saved(self, step: int) -> int:
         """How often a step was saved: twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
-        removed."""
-        return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
+        removed. Raises CheckpointError if the folder cannot be read."""
+        try:
+            paths = self.all()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.folder}: {error.strerror}") from None
+        return max((time for path in paths for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:
         """Remember as intact: this process has written it, or has read all of it."""
@@ -50,14 +53,14 @@ class Catalog:
 
     def prune(self, newest: Path) -> list[str]:
         """Keep the last few up to `newest`, the best, the young, and those of named steps. Corrupted ones do not count, and are
-        removed when a newer one is intact. Those after `newest` are also corrupted, or they would have been loaded. Returns the
-        names of those that were removed."""
-        best = self.find_best()
+        removed when a newer one is intact. Those after `newest` were not loaded, so they are corrupted or could not be read.
+        Returns the names of those that were removed."""
+        best, unread = self._search_best()
         older = [path for path in self.all() if order(path) < order(newest)]
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
         now = time.time()
         ages = {path: now - _saved_at(path, now) for path in older if path not in again}
-        gone = [old for old in [*again, *self._retention.find_gone({**ages, newest: 0.0})] if old != best]
+        gone = [old for old in [*again, *self._retention.find_gone({**ages, newest: 0.0})] if old not in {best, *unread}]
         for old in gone:
             remove(old)
         return [old.name for old in gone]
@@ -65,8 +68,8 @@ class Catalog:
     # --- the newest
 
     def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
-        """The newest that is not in `damaged`; `look` reads it, and those that it finds corrupted are added to `damaged`. None
-        if there is no checkpoint.
+        """The newest that is not in `damaged`; `look` reads it, and those that are corrupted or cannot be read are added to
+        `damaged`. None if there is no checkpoint.
 
         Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
@@ -99,43 +102,57 @@ class Catalog:
         try:
             return look(folder)
         except CheckpointError as error:
-            self._pass_over(folder, str(error))
+            self._pass_over(folder, error)
             raise
 
-    def _pass_over(self, folder: Path, why: str) -> bool:
-        """Remember and report that it is corrupted. False if it is missing instead: the process that writes here has removed
-        it."""
+    def _pass_over(self, folder: Path, error: CheckpointError) -> bool:
+        """Report it, and remember it if it is corrupted: one that only cannot be read may be the best. False if it is missing
+        instead: the process that writes here has removed it."""
         if not folder.exists():
             return False
-        self._damaged.add(folder)
+        if not isinstance(error, UnreadableError):
+            self._damaged.add(folder)
         self._whole.discard(folder)
-        log.warn(f"skipped a checkpoint: {why}", force=not comm.is_main())
+        log.warn(f"skipped a checkpoint: {error}", force=not comm.is_main())
         return True
 
-    def give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
-        """Called when a rank has read other bytes than were written. The mirror may have an intact copy."""
-        if self._pass_over(folder, why) and not self._replace(folder.name):
-            damaged[folder] = why
+    def give_up(self, folder: Path, error: CheckpointError, damaged: dict[Path, str]) -> None:
+        """Called when a rank has read other bytes than were written, or none. The mirror may have an intact copy."""
+        if self._pass_over(folder, error) and not self._replace(folder.name):
+            damaged[folder] = str(error)
 
     # --- the best
 
     def find_best(self) -> Path | None:
         """Reads the checkpoints that this process has neither written nor read before."""
+        return self._search_best()[0]
+
+    def _search_best(self) -> tuple[Path | None, list[Path]]:
+        """(the best, those that cannot be read and may be better)."""
         if self._best is None:
-            return None
+            return None, []
         measured = {}
+        unread: list[Path] = []
         # If a step was saved twice with equal metrics, use the last one, from which runs resume.
         for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
-            with contextlib.suppress(CheckpointError):  # corrupted
+            try:
                 measured[folder] = Manifest.read(folder).metrics
+            except UnreadableError:
+                unread.append(folder)
+            except CheckpointError:  # corrupted
+                pass
         for folder in self._best.order(measured):
             if folder in self._damaged:
                 continue
-            with contextlib.suppress(CheckpointError):
+            try:
                 if folder not in self._whole:
                     self.verify(folder)
-                return folder
-        return None
+                return folder, unread
+            except UnreadableError:
+                unread.append(folder)
+            except CheckpointError:
+                pass
+        return None, unread
 
     def is_before_all(self, best: Best, rank: float) -> bool:
         """Whether a checkpoint with this `rank` (Best.rank) would be the best."""

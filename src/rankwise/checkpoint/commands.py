@@ -67,7 +67,10 @@ def _read(path: Path) -> Manifest | str:
 
 def _state(path: Path, manifest: Manifest, verify: bool) -> str:
     if verify:
-        return "; ".join(["corrupted", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
+        try:
+            return "; ".join(["corrupted", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
+        except CheckpointError as error:
+            return str(error)
     for name, record in manifest.files.items():
         try:
             length = (path / name).stat().st_size

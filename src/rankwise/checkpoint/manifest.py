@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from rankwise.errors import CheckpointError, DamagedError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
+from rankwise.host.arguments import shown
 from rankwise.host.text import listed
 
 if TYPE_CHECKING:
@@ -107,17 +108,18 @@ class Manifest:
 
     def text(self) -> str:
         """The manifest as JSON, with a checksum of itself."""
-        record = asdict(self)
+        record = json.loads(json.dumps(asdict(self)))  # what `read` will get: the keys of `info` may be numbers
         return _as_text({**record, "xxh3_128": _record_sum(record)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
+        """Raises CheckpointError if it is missing or corrupted, UnreadableError if it cannot be read and may be intact."""
         path = folder / NAME
         try:
             text = path.read_text()
             record = json.loads(text)
             if record["version"] not in _READ:
-                raise CheckpointError(
+                raise UnreadableError(
                     f"{path} has version {record['version']}, and this rankwise reads "
                     f"{listed(map(str, _READ), last=' and ')}; use a newer rankwise"
                 )
@@ -131,7 +133,9 @@ class Manifest:
             return cls(**record)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is corrupted ({error})") from None
 
 
@@ -141,6 +145,19 @@ def _as_text(record: dict[str, Any]) -> str:
 
 def _record_sum(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def take_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for the manifest. Raises ConfigError for a value that JSON cannot hold."""
+    for name, value in info.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError, RecursionError):
+            raise ConfigError(
+                f"info[{name!r}] is {shown(value)}, which a manifest, a JSON file, cannot hold; give texts, numbers, "
+                "and lists and dicts of them"
+            ) from None
+    return dict(info)
 
 
 def saved_at(folder: Path) -> float:
@@ -210,7 +227,8 @@ def _mapped(path: Path) -> Iterator[memoryview]:
 
 
 def verify(folder: Path) -> Manifest:
-    """Read every byte. Raises DamagedError with the corrupted file, and the tensor if it is known."""
+    """Read every byte. Raises DamagedError with the corrupted file, and the tensor if it is known; UnreadableError if a file
+    cannot be read."""
     manifest = Manifest.read(folder)
     for text in damages(folder, manifest):
         raise DamagedError(text)
@@ -227,30 +245,35 @@ def glance(folder: Path) -> Manifest:
 
 
 def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
-    """What is wrong with each file, or with `only`, as the text of an error. Reads every byte, on all cores."""
+    """What is wrong with each file, or with `only`, as the text of an error. Reads every byte, on all cores. Raises
+    UnreadableError if a file cannot be read."""
     for name, record in manifest.files.items():
         if only in (None, name) and (found := damage(folder / name, record)):
             yield found
 
 
 def damage(path: Path, record: FileRecord) -> str:
-    """What is wrong with one file; empty if it is intact."""
+    """What is wrong with one file; empty if it is intact. Raises UnreadableError if it cannot be read."""
     if found := length_damage(path, record):
         return found
     try:
         with ThreadPoolExecutor(cores(), "rankwise-verify") as pool:
             place = _damage(path, record, pool)
         return f"{path} is corrupted{place}" if place else ""
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"{path} cannot be read ({error.strerror})"
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def length_damage(path: Path, record: FileRecord) -> str:
-    """What is wrong with the length of a file; empty if it is right."""
+    """What is wrong with the length of a file; empty if it is right. Raises UnreadableError if it cannot be read."""
     try:
         size = path.stat().st_size
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"{path} cannot be read ({error.strerror})"
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
     return f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}" if size != record.bytes else ""
 
 

@@ -20,7 +20,7 @@ from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_by_folder
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
-from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
 from rankwise.host.arguments import shown
 from rankwise.host.text import count, cut, short
 from rankwise.training.state import Stateful
@@ -93,7 +93,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
 
 
 def is_damaged_here(mine: bool) -> bool:
-    """Collective. On the first rank of a node: whether any rank of this node has read a corrupted byte. False on other
+    """Collective. On the first rank of a node: whether any rank of this node could not read intact bytes. False on other
     ranks."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
@@ -124,8 +124,8 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
     path = folder / f"{name}.pt"
     try:
         return sharding.read_part(folder, manifest, name, part, verify)
-    except DamagedError as error:
-        raise DamagedError(f"{error}{f', as read by rank {comm.rank()}' if comm.rank() else ''}") from None
+    except (DamagedError, UnreadableError) as error:
+        raise type(error)(f"{error}{f', as read by rank {comm.rank()}' if comm.rank() else ''}") from None
     except FileNotFoundError as error:
         if comm.is_main():
             raise DamagedError(f"{error.filename} cannot be read (No such file or directory)") from None
@@ -133,7 +133,7 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
             f"{error.filename} is missing on rank {comm.rank()}: all ranks must see the same folder"
         ) from None
     except OSError as error:
-        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
+        raise UnreadableError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
     except Exception as error:  # torch raises many types; the file is intact, but not one of ours
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 

@@ -78,10 +78,11 @@ class Saving:
             self(state)
 
     def if_best(self, state: TrainState) -> None:
-        """Collective. Save after an evaluation that is the best so far. The first evaluation must have measured `keep_best`."""
+        """Collective. Save after an evaluation that is the best so far. The first evaluation of the run must have measured
+        `keep_best`."""
         figures = state.measured_now
         evaluated = any(name.startswith("eval_") for name in figures)
-        expected = self._keep_best in figures or (evaluated and self._keep_best not in state.measured)
+        expected = self._keep_best in figures or (evaluated and self._keep_best not in state.metrics)
         if expected and self._checkpoints.is_best(figures):
             self(state)
 

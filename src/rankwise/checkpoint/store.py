@@ -46,7 +46,7 @@ from rankwise.checkpoint.writer import CheckpointWriter, Others, await_folder, c
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.dist.world import checkpoint_scope as scope_of
-from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
 from rankwise.host.arguments import (
     ANYTHING,
     FLAG,
@@ -204,7 +204,9 @@ class Checkpoints:
         """Collective. (the folder, the bytes of the own states of all ranks)."""
         firsts = [ranks[0] for ranks in self._writers()]
         own = own_states.collect(parts)
-        mine = (seed.rng_state(), self._times_saved(step) if comm.rank() in firsts else 0, own_states.bytes_of(own))
+        with agreed():
+            saved = self._times_saved(step) if comm.rank() in firsts else 0
+        mine = (seed.rng_state(), saved, own_states.bytes_of(own))
         streams, times, sizes = zip(*comm.all_gather_object(mine), strict=True)
         every = {resume.RNG: {str(rank): stream for rank, stream in enumerate(streams)}}
         apart = [size for size in sizes if size is not None]
@@ -216,8 +218,8 @@ class Checkpoints:
 
         def record() -> Manifest:
             return Manifest(
-                version, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
-                asdict(self._best) if self._best is not None else {},
+                version, step, comm.world_size(), torch.__version__, {}, manifests.take_info(info or {}),
+                _finite(metrics or {}), asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
 
         if self._sharded:
@@ -468,10 +470,10 @@ class Checkpoints:
             own = resume.load(folder, manifest, there)
             try:
                 settle(own, comm.patient())  # no rank may be left waiting in a collective
-            except DamagedError as error:  # the same on all ranks, which all try the next one
+            except (DamagedError, UnreadableError) as error:  # the same on all ranks, which all try the next one
                 failures[folder] += 1
-                if resume.is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
-                    self._catalog.give_up(folder, str(error), damaged)
+                if resume.is_damaged_here(isinstance(own, DamagedError | UnreadableError) or failures[folder] > 1):
+                    self._catalog.give_up(folder, error, damaged)
             except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
                     raise

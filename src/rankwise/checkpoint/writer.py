@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 import threading
 import time
@@ -38,6 +39,8 @@ from rankwise.host.text import numbered
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
+
+_TEMPORARY = re.compile(r"tmp\.[0-9a-f]{32}")  # with uuid4().hex; `mktemp -d` of the user makes other names
 
 _WAIT_S = 1800.0  # for the shares of other ranks: a dead rank ends the run earlier, but a rank that hangs does not
 _LAST_WAIT_S = 20.0  # if the loop was interrupted
@@ -115,8 +118,10 @@ class CheckpointWriter:
 
     def remove_leftovers(self) -> None:
         """Remove what a killed writer has left. Only one run writes here (run/lease.py), so no other process uses it."""
-        for leftover in self._folder.glob("tmp.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not reachable: the write itself reports it
+            for leftover in self._folder.glob("tmp.*"):
+                if _TEMPORARY.fullmatch(leftover.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
 
 
 # --- the shares of other ranks
@@ -308,8 +313,11 @@ def _is_of_a_worker(error: Exception) -> bool:
 
 def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
     need = sum(map(_size, states.values()))
-    parent = next(p for p in final.parents if p.exists())
-    free = shutil.disk_usage(parent).free
+    try:
+        parent = next(p for p in final.parents if p.exists())
+        free = shutil.disk_usage(parent).free
+    except OSError:  # the folder is not reachable any more
+        return f"cannot write {final}: {error.strerror if isinstance(error, OSError) else error}"
     if isinstance(error, RuntimeError):
         if free > need:
             return f"cannot write {final}: {error}"
