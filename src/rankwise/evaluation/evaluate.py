@@ -105,7 +105,7 @@ class Evaluate:
         self._trigger(state)
 
     def now(self, state: TrainState) -> None:
-        """Collective. Evaluate: for `every(Evaluate(...), ...)`, which decides when it is due."""
+        """Collective. Evaluate, whether or not it is due: `every(Evaluate(...), ...)` decides that itself."""
         began = time.perf_counter()
         figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)
