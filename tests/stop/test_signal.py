@@ -315,6 +315,51 @@ def test_after_each_of_two_stops_of_a_process_a_late_signal_is_answered() -> Non
     assert on_ranks(1, stopped_again) == [1]
 
 
+def looped(signals: StopSignal, how: str) -> tuple[int, int]:
+    """(the steps of a loop that ends by itself, the signal of one that does not)."""
+    step = 0
+    try:
+        with signals:
+            for step, _ in signals.steps(range(100_000 if how == "signal" else 5)):
+                comm.barrier()
+                if step == 3 and how == "error":
+                    raise ValueError
+                if step == 3 and how == "signal" and comm.is_main():
+                    os.kill(os.getpid(), signal.SIGINT)
+    except (SystemExit, ValueError):
+        comm.barrier()
+    return step if how == "end" else 0, signals.signum
+
+
+def looped_again(*hows: str) -> list[tuple[int, int]]:
+    signals = StopSignal()
+    return [looped(signals, how) for how in hows]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_after_another_does_its_steps_and_is_stopped_by_a_signal_however_the_first_ended(ranks: int) -> None:
+    ends = {"end": (5, 0), "error": (0, 0), "signal": (0, signal.SIGINT)}
+    for first in ends:
+        hows = (first, "end", "signal")
+        assert on_ranks(ranks, looped_again, *hows) == [[ends[how] for how in hows]] * ranks
+
+
+def asked_again() -> list[tuple[bool, int]]:
+    """(whether the script has stopped a loop, its steps) for two loops, of which the script stops the first."""
+    signals, found = StopSignal(), []
+    for steps in (9, 5):
+        with signals:
+            for step, _ in signals.steps(range(steps)):
+                if steps == 9 and step == 3:
+                    signals.ask()
+        found.append((signals.by_script, step))
+    return found
+
+
+def test_a_loop_after_one_that_the_script_has_stopped_is_not_stopped() -> None:
+    assert on_ranks(1, asked_again) == [[(True, 3), (False, 5)]]
+
+
 def long_after() -> int:
     """What ends a process that continues after its stop."""
     stop_signal.LATE_S = 0.0

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rankwise.dist.world import World
-from rankwise.errors import ConfigError
+from rankwise.errors import ConfigError, RunDirError
 from rankwise.run.directory import RunDir
-from rankwise.training.open_run import already_done, run_path
+from rankwise.training.open_run import already_done, open_run, run_path
 
 ALONE = World(0, 1, 0, 1, 0, "local")
 
@@ -65,6 +65,23 @@ def test_without_figures_the_last_attempt_that_has_ended_well_is_asked(run: RunD
 def test_a_module_and_the_file_that_it_is_have_the_same_arguments(run: RunDir) -> None:
     run.begin_attempt(1, ("-m", "package.train", "--lr", "1"))
     assert already_done(run, ALONE, 12)
+
+
+def test_an_attempt_that_cannot_be_recorded_does_not_keep_the_same_process_from_trying_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RunDirError("cannot write world.json: No space left on device")
+
+    monkeypatch.setattr(run, "begin_attempt", fail)
+    with pytest.raises(RunDirError, match="No space left"):
+        open_run(run, ALONE, fresh=False)
+    assert not run.lease.exists()
+    monkeypatch.undo()
+    attempt, lease = open_run(run, ALONE, fresh=False)
+    assert attempt.life == 2
+    assert lease is not None
+    lease.release()
 
 
 def test_in_a_job_array_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

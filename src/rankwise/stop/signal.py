@@ -145,6 +145,7 @@ class StopSignal:
 
     def _listen(self) -> None:
         self._listening = True
+        self.signum, self.by_script = 0, False  # of an earlier loop
         if self._keeper is not None:
             self._keeper.start()
         if self.has_gate and threading.current_thread() is threading.main_thread():
@@ -233,7 +234,8 @@ class StopSignal:
             self._row.leave()
         if self._keeper is not None:
             self._keeper.stop()
-        self._left = time.monotonic()
+        if self.signum:
+            self._left = time.monotonic()
         late = [signum for signum, handler in self._before.items() if self._is_answered(signum) and _is_default(handler)]
         for signum, handler in self._before.items():
             with contextlib.suppress(ValueError):
@@ -241,6 +243,9 @@ class StopSignal:
         if late:
             atexit.register(self._end)
         self._before = {}
+        # For another loop (`fit` again): it opens a new gate, because this one has stopped, or nobody manages it any more.
+        self._open = self._listening = self._finished = self.asks = False
+        self._received = 0
 
     def _is_answered(self, signum: int) -> bool:
         return bool(self.signum) and not (self._row is None and signum == signal.SIGINT)

@@ -49,7 +49,11 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
         if aside is not None:
             log.say(f"the older run was moved to {short(aside)}")
         lease = run.take(log.say)
-        return run.begin_attempt(world.world_size, tuple(sys.argv), fresh=fresh)
+        try:
+            return run.begin_attempt(world.world_size, tuple(sys.argv), fresh=fresh)
+        except BaseException:
+            lease.release()
+            raise
 
     return run_on_main(prepare), lease
 
