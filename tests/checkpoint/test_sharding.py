@@ -21,6 +21,7 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError, RunDirError
+from rankwise.sync import AllReduce, DiLoCo, LocalSGD, SyncStrategy
 
 __all__ = ["background"]  # a fixture
 
@@ -98,6 +99,15 @@ def test_a_parameter_that_shares_memory_with_a_buffer_is_the_main_ranks() -> Non
     parts = {"model": model, "other": other}
     shares = sharding.divide(parts, {name: part.state_dict() for name, part in parts.items()}, 2)
     assert shares == {"other": {"weight": 1}}
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(), DiLoCo(), AllReduce()])
+def test_the_main_rank_writes_the_state_of_an_optimizer_that_differs_between_ranks(sync: SyncStrategy) -> None:
+    parts = of_step(1)
+    states = {name: part.state_dict() for name, part in parts.items()}
+    shares = sharding.divide({**parts, "sync": sync}, {**states, "sync": {}}, 2)
+    assert ("optimizer" in shares) == isinstance(sync, AllReduce)
+    assert "model" in shares
 
 
 # --- the result is what one rank would have written

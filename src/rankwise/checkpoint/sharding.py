@@ -3,7 +3,8 @@
     model.pt             the nested state, with the main rank's share; None for tensors of other ranks
     model.shard-1.pt     {"0.weight": tensor, ...}: rank 1's share of the same part, by the tensors' paths
 
-Models and optimizers are the same on every rank, so each rank has a share of them; the main rank writes everything else.
+Models and optimizers are usually the same on every rank, so each rank has a share of them; the main rank writes everything
+else.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -
     """Pure. Divides the tensors by bytes, as evenly as possible without cutting one. Tensors that share memory stay together.
 
     Only parameters of modules and the state of optimizers are divided: buffers may differ between ranks, and those of the main
-    rank are used.
+    rank are used. So may the state of optimizers, if a strategy among the parts says so.
     """
     if ranks == 1:  # its share is everything; training waits for this, so do not look at every tensor
         return {}
     units: list[tuple[int, str, list[str]]] = []
     loads = [0] * ranks
+    has_own = any(getattr(getattr(part, "held", None), "optimizer", "same") != "same" for part in parts.values())
     for part, state in states.items():
         groups: dict[tuple[str, int], list[str]] = {}
         sizes: dict[tuple[str, int], int] = {}
         found = list(tensors(state))
         times = Counter(path for path, _ in found)
         mine = set()
-        others = _shared_out(parts.get(part), times)
+        others = _shared_out(parts.get(part), times, has_own)
         for path, tensor in found:
             if not _is_strided(tensor):
                 continue
@@ -77,10 +79,10 @@ def _is_strided(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def _shared_out(part: object, paths: Iterable[str]) -> set[str]:
-    """The paths that any rank may write."""
+def _shared_out(part: object, paths: Iterable[str], has_own: bool) -> set[str]:
+    """The paths that any rank may write. `has_own`: each rank has its own state of the optimizer."""
     if isinstance(part, Optimizer):
-        return {path for path in paths if path.startswith("state/")}
+        return set() if has_own else {path for path in paths if path.startswith("state/")}
     if not isinstance(part, nn.Module):
         return set()
     return {name for name, _ in nn.Module.named_parameters(part, remove_duplicate=False)}
