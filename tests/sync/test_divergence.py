@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
+from rankwise.dist import comm
+from rankwise.errors import StepError
 from rankwise.sync import divergence
 from rankwise.sync.strategy import Held
 from rankwise.training.state import TrainState
@@ -37,3 +40,23 @@ def test_the_check_takes_a_hundredth_of_the_time_with_its_messages(monkeypatch: 
         if now > before:
             checked.append(state.step)
     assert checked == pytest.approx([50, 1050, 4050], abs=2)  # the first does not yet know the time of its own messages
+
+
+def with_one_more_buffer(rank: int) -> str:
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    if comm.rank() == rank:
+        model.register_buffer("mean", torch.zeros(2))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    check = divergence.CheckReplicas("error")
+    check.attach(SimpleNamespace(sync=SimpleNamespace(held=Held("same", "same", "same"))))
+    with pytest.raises(StepError) as caught:
+        check.before_save(state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_that_only_some_ranks_have_is_a_difference(rank: int) -> None:
+    for said in on_ranks(2, with_one_more_buffer, rank):
+        assert said.startswith("the ranks have diverged: mean differs between rank 0 and rank 1 by at most inf after step 0;")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class CheckReplicas:
 
     def _tell(self, state: TrainState, mine: Mapping[str, str]) -> None:
         told = comm.all_gather_object(dict(mine))
-        name = next(n for n in told[0] if any(rank.get(n) != told[0][n] for rank in told))
-        rank = next(r for r, digests in enumerate(told) if digests.get(name) != told[0][name])
+        name = next(n for n in chain(*told) if any(rank.get(n) != told[0].get(n) for rank in told))
+        rank = next(r for r, digests in enumerate(told) if digests.get(name) != told[0].get(name))
         far = max(comm.all_gather_object(self._distance(state, name)))
         text = (
             f"the ranks have diverged: {name} differs between rank 0 and rank {rank} by at most {far:.3g} after step "
