@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent.console import Console, LogFollower
-from rankwise.agent.head import Screen
 from rankwise.host.terminal import Terminal
 from rankwise.ipc.shared_page import Page, Row
 
@@ -25,8 +24,7 @@ class Watched:
         self._reader, writer = os.openpty() if tty else os.pipe()
         os.set_blocking(self._reader, False)
         self._file = os.fdopen(writer, "w")
-        self.screen = Screen(Terminal(self._file))
-        self.console = Console([LogFollower(log, log.with_name("none"))], self.row, self.screen)
+        self.console = Console([LogFollower(log, log.with_name("none"))], self.row, Terminal(self._file))
 
     def print(self, data: bytes) -> None:
         with open(self.log, "ab") as file:
@@ -105,71 +103,11 @@ def test_a_log_that_is_not_there_yet_is_made_and_shown_from_its_start(tmp_path: 
     watched.close()
 
 
-def test_a_rank_that_prints_fast_gets_one_chunk_at_a_time_and_the_rest_when_the_console_closes(tmp_path: Path) -> None:
-    text = b"0123456789abcde\n" * 10000  # a chunk is 65536 bytes
-    shown = tmp_path / "shown"
-    with open(shown, "w") as file:
-        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], None, Screen(Terminal(file)))
-        (tmp_path / "log").write_bytes(text)
-        console.show()
-        assert shown.read_bytes() == text[:65536]
-        console.close()
-    assert shown.read_bytes() == text
-
-
-class Full:
-    """A screen that takes one text, and then nothing until somebody reads it."""
-
-    def __init__(self) -> None:
-        self._text = b""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._text)
-
-    def write(self, data: bytes) -> None:
-        self._text += data
-
-    def progress(self, text: str) -> None:
-        pass
-
-    def end_line(self) -> None:
-        pass
-
-    def read(self) -> bytes:
-        text, self._text = self._text, b""
-        return text
-
-
-def test_ranks_take_turns_on_a_screen_that_takes_the_output_of_one(tmp_path: Path) -> None:
-    screen = Full()
-    console = Console([LogFollower(tmp_path / name, tmp_path / "none") for name in ("a", "b")], None, screen)
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(name)
-    console.show()
-    console.show()  # shows nothing: the screen is full
-    assert screen.read() == b"a"
-    (tmp_path / "a").write_text("aa")
-    console.show()
-    assert screen.read() == b"b"
-    console.show()
-    assert screen.read() == b"a"
-    console.close()
-
-
-def test_output_that_nobody_reads_waits_in_the_log_without_blocking_the_agent(piped: Watched) -> None:
-    text = b"".join(b"line %d\n" % i for i in range(50000))  # a pipe holds 65536 bytes
+def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
+    text = b"0123456789abcde\n" * 3000  # a chunk is 65536 bytes; a pipe holds this much
     piped.print(text)
-    for _ in range(3):
-        piped.console.show()
-    seen = piped.seen()
-    assert text.startswith(seen)
-    assert 0 < len(seen) <= 65536
-    while (data := piped.seen()) or len(seen) < len(text):
-        seen += data
-        piped.screen.pass_on()
-        piped.console.show()
-    assert seen == text
+    piped.console.show()
+    assert piped.seen() == text
     piped.console.close()
 
 
@@ -220,7 +158,7 @@ def test_progress_with_a_long_text_does_no_harm(tmp_path: Path) -> None:
     row = Page.create(1).row(0)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file, os.fdopen(reader):
-        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], row, Screen(Terminal(file)))
+        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], row, Terminal(file))
         row.say(json.dumps({"done": 1, "total": 2, "elapsed_s": 1.0, "text": "x" * 500}))
         try:
             console.show()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -62,43 +61,33 @@ class Shown(Protocol):
     def write(self, data: bytes) -> None: ...
     def progress(self, text: str) -> None: ...
     def end_line(self) -> None: ...
-    @property
-    def busy(self) -> bool:
-        """Whether the output of ranks should wait."""
-        ...
 
 
 class Console:
     """Shows the logs of `followers`, and the progress line of the rank of `row` (None: no rank of this node)."""
 
     def __init__(self, followers: Sequence[LogFollower], row: Row | None, terminal: Shown) -> None:
-        self._followers = deque(followers)
+        self._followers = followers
         self._row = row
         self._seen = 0
         self._terminal = terminal
 
     def show(self) -> None:
-        """Show at most one chunk of each log: the agent has other work too. Ranks take turns, so that a busy one does not hide
-        the others."""
-        for _ in range(len(self._followers)):
-            if self._terminal.busy:
-                break
-            self._terminal.write(self._followers[0].read())
-            self._followers.rotate(-1)
-        if self._row is not None and not self._terminal.busy:
+        """Show all new output; ranks take turns, so that a busy one does not hide the others."""
+        busy = list(self._followers)
+        while busy:
+            for follower in list(busy):
+                data = follower.read()
+                self._terminal.write(data)
+                if not data:
+                    busy.remove(follower)
+        if self._row is not None:
             self._seen, text = self._row.heard(self._seen)
             if text is not None:
                 self._terminal.progress(text)
 
     def close(self) -> None:
-        """Show the rest."""
-        unread = list(self._followers)
-        while unread:
-            for follower in list(unread):
-                data = follower.read()
-                self._terminal.write(data)
-                if not data:
-                    unread.remove(follower)
+        self.show()
         self._terminal.progress("")
         for follower in self._followers:
             self._terminal.write(follower.close())

@@ -9,7 +9,6 @@ here.
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import sys
 import time
@@ -37,15 +36,15 @@ TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # the state of other nodes' ranks arrives within this time
 FINISH_S = 30.0  # how long a node may take to end what is left of an attempt
 STALLED_S = 5.0  # nodes without progress report it within this time of each other
-_MOST_WAITING_BYTES = 64 << 20  # of output from other nodes; the output of this node waits in its log files
 
 
 class Screen:
     """The sink of the head: what a node reports goes to the terminal, or is kept until the head judges it."""
 
+    busy = False
+
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._waiting = bytearray()  # until somebody reads stdout: with `| less` that may take hours
         self.ledger: Ledger | None = None
         self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
         """By node that reports a stall: when it reported (monotonic), for how many seconds, where its ranks are, their
@@ -62,21 +61,9 @@ class Screen:
         with contextlib.suppress(OSError):
             print(text.rstrip("\n"), file=sys.stderr, flush=True)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting)
-
     def write(self, data: bytes) -> None:
-        self._waiting += data
-        self.pass_on()
-
-    def pass_on(self, all_of_it: bool = False) -> None:
-        """Print what waits, as much as the reader of stdout takes now; or all of it, however long that takes."""
         lost = self._terminal.lost
-        all_of_it = all_of_it or len(self._waiting) > _MOST_WAITING_BYTES
-        while self._waiting and (all_of_it or self._terminal.ready):
-            self._terminal.write(bytes(self._waiting[: select.PIPE_BUF]))
-            del self._waiting[: select.PIPE_BUF]
+        self._terminal.write(data)
         if lost != self._terminal.lost:
             self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
@@ -84,7 +71,6 @@ class Screen:
         self._terminal.progress(text)
 
     def end_line(self) -> None:
-        self.pass_on(all_of_it=True)
         self._terminal.end_line()
 
     def notes(self, notes: Sequence[tuple[int, str]]) -> None:
@@ -184,7 +170,6 @@ class Head:
             attempt = self._watch(parts, attempt)
         finally:
             self._finish(parts)
-            self._screen.pass_on(all_of_it=True)
         if self._screen.ledger is not None:
             self._mismatch = self._screen.ledger.look(at_end=True)
         status, outcome, failure = self._outcome(parts, attempt)
@@ -221,7 +206,6 @@ class Head:
             self._events.wait(TICK_S)
             if self._events.parent_ended:
                 return attempt
-            self._screen.pass_on()
             self._nodes.look()
             asked = self._asked  # read before the ranks' state: the code below never combines a request with older facts
             for part in parts:

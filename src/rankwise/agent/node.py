@@ -150,6 +150,10 @@ class Sink(Shown, Protocol):
     def say(self, text: str) -> None: ...
     def notes(self, notes: Sequence[tuple[int, str]]) -> None: ...
     def stalled(self, index: int, since_s: float, observed: Sequence[Observation], stacks: str) -> None: ...
+    @property
+    def busy(self) -> bool:
+        """Whether the output of ranks should wait."""
+        ...
 
 
 class NodeView(Protocol):
@@ -331,7 +335,7 @@ class Node:
             self._on_started(message)
         self._processes.reap(self._starter.warm_pid, self.kept)
         self._stalls.look()
-        if self._console is not None:
+        if self._console is not None and not self.sink.busy:
             self._console.show()
         if self._rings is not None and (notes := self._rings.read()):
             self.sink.notes([(self._orders.first + row, line) for row, line in notes])

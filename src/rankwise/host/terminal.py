@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import select
 import shlex
 import shutil
 import sys
@@ -92,11 +91,6 @@ class Terminal:
         self.closed = stream is None
         self.lost: str | None = None
         """Why nothing can be printed any more; None if the reader is gone."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether PIPE_BUF bytes can be written now, without waiting for the reader."""
-        return self.closed or bool(select.select([], [self._fd], [], 0)[1])
 
     @property
     def columns(self) -> int:
