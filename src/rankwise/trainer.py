@@ -339,6 +339,8 @@ class Trainer:
             failed = self._actions.close()
             self._saving.close()
             self.stop.leave()
+            if failed and not raised:
+                outcome, status = "ended by an exception", 1
             if lease is not None:
                 try:
                     self.run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)

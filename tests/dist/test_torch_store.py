@@ -36,7 +36,7 @@ def test_the_store_is_open_to_other_hosts_if_its_address_is_a_loopback_address_o
     monkeypatch.setattr(world_, "store_address", lambda _: "127.0.1.1")  # what /etc/hosts has for this host's own name
     port = free_port()
     world = World(0, 2, 0, local_world_size, 0, "torchrun", master_addr="host1", master_port=port)
-    other = threading.Thread(target=dist.TCPStore, args=("127.0.1.1", port, 2, False, TIMEOUT))  # type: ignore[attr-defined]
+    other = threading.Thread(target=dist.TCPStore, args=("127.0.1.1", port, 2, False, TIMEOUT), daemon=True)  # type: ignore[attr-defined]
     other.start()
     store = stores.of_agent(world, TIMEOUT)
     other.join()

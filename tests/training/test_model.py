@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 from rankwise.errors import ConfigError, StepError
@@ -67,15 +68,21 @@ def summed(model: Any, batch: Any) -> Any:
     return model(batch).sum(), len(batch)
 
 
-def test_a_look_at_means_and_an_evaluation_leave_the_buffers_that_a_forward_pass_replaces() -> None:
+def evaluated() -> bool:
+    model = Replaces()
+    before = model.seen
+    with AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).averaged():
+        model(torch.randn(4, 2))
+    return model.seen is before and bool(before == 0)
+
+
+def test_a_look_at_means_and_an_evaluation_on_two_ranks_leave_the_buffers_that_a_forward_pass_replaces() -> None:
     model = Replaces()
     before = model.seen
     warn_of_means(summed, model, [torch.randn(4, 2)])
     assert model.seen is before
-    with AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).averaged():
-        model(torch.randn(4, 2))
-    assert model.seen is before
     assert before == 0
+    assert on_ranks(2, evaluated) == [True, True]
 
 
 @pytest.mark.parametrize("batch", [torch.eye(4).to_sparse(), [torch.eye(4), torch.eye(4).to_sparse()]])

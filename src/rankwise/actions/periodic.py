@@ -42,7 +42,7 @@ class Every:
 
     def __init__(self, action: Action, steps: int | None, epochs: int | None, seconds: float | None, at_end: bool) -> None:
         self.action = action
-        self._do: Action = getattr(action, "now", action)  # an Evaluate has intervals of its own
+        self._do: Action = getattr(action, "evaluate_now", action)  # an Evaluate has intervals of its own
         self._steps, self._epochs, self._at_end = steps, epochs, at_end
         self.seconds = seconds
         self.by_gate = False

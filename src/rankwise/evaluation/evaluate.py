@@ -85,7 +85,7 @@ class Evaluate:
         self._sync: SyncStrategy | None = None
         self._progress: Progress | None = None
         epochs = every_epochs if every_epochs is not None or every_steps is not None else 1
-        self._trigger = every(self.now, steps=every_steps, epochs=epochs, at_end=True)
+        self._trigger = every(self.evaluate_now, steps=every_steps, epochs=epochs, at_end=True)
         self._loader = data if isinstance(data, Loader) else None
         self.wait_s = 0.0
 
@@ -104,7 +104,7 @@ class Evaluate:
         """Collective. Evaluate if it is due."""
         self._trigger(state)
 
-    def now(self, state: TrainState) -> None:
+    def evaluate_now(self, state: TrainState) -> None:
         """Collective. Evaluate, whether or not it is due: `every(Evaluate(...), ...)` decides that itself."""
         began = time.perf_counter()
         figures = self.figures(state.model if self._model is None else None)

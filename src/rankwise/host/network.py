@@ -146,14 +146,14 @@ _RES_INIT = 1
 
 @contextlib.contextmanager
 def short_lookups(host: str) -> Iterator[None]:
-    """While this thread connects to `host`, it waits one second at most for a name server. Without glibc, and if `host` is a
+    """While this thread connects to `host`, it waits one second at most for each name server. Without glibc, and if `host` is a
     name, which must be found: no effect.
 
     torch's store asks for the name of each address, only to log it. If the name server does not answer, glibc waits 10 seconds
     each time: a start on one machine took 21 s instead of 1.3 s.
     """
     libc = ctypes.CDLL(None)
-    if not _is_address(host) or not hasattr(libc, "__res_state"):
+    if not _is_address(host) or not (hasattr(libc, "__res_state") and hasattr(libc, "__res_init")):
         yield
         return
     libc.__res_state.restype = ctypes.POINTER(_Resolver)

@@ -311,12 +311,14 @@ class AllReduce:
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
         model = self._trained.model if module is None else module
         named = dict(model.named_buffers())
+        if not named or not self._together:
+            yield
+            return
         with buffers_kept(model):
-            if named and self._together:
-                own = [buffer.detach().clone() for buffer in named.values()]
-                comm.broadcast(list(named.values()))
-                if module is None:
-                    self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
+            own = [buffer.detach().clone() for buffer in named.values()]
+            comm.broadcast(list(named.values()))
+            if module is None:
+                self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
             try:
                 yield
             finally:

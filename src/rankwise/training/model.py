@@ -98,7 +98,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer, value in kept:
             buffer.copy_(value)
-            if getattr(module, name) is not buffer:
+            if dict(module.named_buffers(recurse=False)).get(name, buffer) is not buffer:
                 setattr(module, name, buffer)
 
 
