@@ -178,7 +178,7 @@ set_alarm(1)
 row.join()
 while row.pass_gate(step + 1):
     step += 1
-    if world.rank == 2 and len(heard) == 3:
+    if world.rank == 2 and len(heard) >= 3:  # a rank that was not scheduled for a while may hear two at one gate
         row.ask()
     time.sleep(0.002)
 row.finish()
