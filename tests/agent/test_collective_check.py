@@ -104,20 +104,11 @@ def test_a_reader_that_was_late_goes_on_with_the_newest() -> None:
     rings.close()
 
 
-def test_a_long_path_is_cut_at_its_beginning() -> None:
+@pytest.mark.parametrize("folder", ["folder/" * 60, "caf\udce9/"])
+def test_a_path_that_is_long_or_not_utf_8_is_noted_and_keeps_its_end(folder: str) -> None:
     rings, ledger = Rings(ranks=2), Ledger(ranks=2)
     for rank in range(2):
-        notes_of(rings, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", f"/{'folder/' * 60}train.py:31")
-    found = after_reading(rings, ledger)
-    assert found is not None
-    assert "at train.py:31" in found.summary
-    rings.close()
-
-
-def test_a_path_that_is_not_utf_8_is_noted() -> None:
-    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
-    for rank in range(2):
-        notes_of(rings, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", "/home/me/caf\udce9/train.py:31")
+        notes_of(rings, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", f"/{folder}train.py:31")
     found = after_reading(rings, ledger)
     assert found is not None
     assert "at train.py:31" in found.summary

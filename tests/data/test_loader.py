@@ -522,8 +522,11 @@ def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ra
     assert changed.accumulate == 4  # the user's wish, on the same number of ranks
 
 
+class OfLengthOne(Items):
+    lengths = (1,) * 40
+
+
 def test_other_data_has_no_more_samples_in_a_batch_than_the_training() -> None:
-    data = Items(40)
-    data.lengths = [1] * 40  # type: ignore[attr-defined]
+    data = OfLengthOne(40)
     loader = Loader(data, batches=LengthBatches(tokens=100, max_samples=8), accumulate=2).at(world(0, 1))
     assert max(len(batch) for [batch] in loader.over(data)) == 4

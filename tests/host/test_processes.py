@@ -261,28 +261,33 @@ def test_end_tree_gives_up_soon_only_on_what_waits_for_a_driver(state: str, othe
     assert out == f"{ended}\n"
 
 
-_OF_ANOTHER_USER = """
+_THREE_BELOW = """
 import os, subprocess, sys
 from rankwise.host import processes
 processes.become_subreaper()
-UNDER_SUDO = '''
+PARENT = '''
 import subprocess, sys
 below = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 print(below.pid, flush=True)
 input()
 below.communicate()
 '''
-sudo = subprocess.Popen([sys.executable, "-c", UNDER_SUDO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-below = int(sudo.stdout.readline())
-own = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+below = int(parent.stdout.readline())
+other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def alive():
+    return [int(processes.start_time(pid) is not None) for pid in (parent.pid, below, other.pid)]
+"""
+
+_OF_ANOTHER_USER = f"""{_THREE_BELOW}
 kill = os.kill
 def kill_own(pid, signum):
-    if pid in (sudo.pid, below):
+    if pid in (parent.pid, below):
         raise PermissionError
     kill(pid, signum)
 os.kill = kill_own
 ended = processes.end_tree(others_s=float("inf"))
-print(int(ended), *(int(processes.start_time(pid) is not None) for pid in (sudo.pid, below, own.pid)), flush=True)
+print(int(ended), *alive(), flush=True)
 os.kill = kill
 processes.end_tree()
 """
@@ -321,24 +326,11 @@ def test_an_orphan_falls_to_the_subreaper_above_it(how: str, falls_to_us: int) -
         top.communicate()
 
 
-_EXCLUDE = """
-import os, subprocess, sys
-from rankwise.host import processes
-processes.become_subreaper()
-KEPT = '''
-import subprocess, sys
-below = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-print(below.pid, flush=True)
-input()
-below.communicate()
-'''
-kept = subprocess.Popen([sys.executable, "-c", KEPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-below = int(kept.stdout.readline())
-other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-assert processes.end_tree(exclude={kept.pid})
-print(*(int(processes.start_time(pid) is not None) for pid in (kept.pid, below, other.pid)), flush=True)
+_EXCLUDE = f"""{_THREE_BELOW}
+assert processes.end_tree(exclude={{parent.pid}})
+print(*alive(), flush=True)
 assert processes.end_tree()
-print(*(int(processes.start_time(pid) is not None) for pid in (kept.pid, below, other.pid)), flush=True)
+print(*alive(), flush=True)
 """
 
 

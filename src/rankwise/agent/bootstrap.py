@@ -285,14 +285,12 @@ def _find_plan(run: RunDir, index: int, start: str, events: EventLoop) -> Plan:
     patience = _patience()
     while True:
         try:
-            record = _door(run, start)
+            _door(run, start)  # the head writes it after the plan
             plan = Plan.load(run.plan)
-            if plan.run_id == record["run_id"]:
-                return plan
-            why = f"{run.plan} is not the plan of the first node"
+            _way(run, start, plan.run_id)
+            return plan
         except NobodyThere as reason:
-            why = str(reason)
-        _wait_for_head(patience, index, events, why)
+            _wait_for_head(patience, index, events, str(reason))
 
 
 def _way(run: RunDir, start: str, run_id: str) -> tuple[list[str], int, str]:

@@ -260,20 +260,24 @@ def damage(path: Path, record: FileRecord) -> str:
         with ThreadPoolExecutor(cores(), "rankwise-verify") as pool:
             place = _damage(path, record, pool)
         return f"{path} is corrupted{place}" if place else ""
-    except FileNotFoundError as error:
-        return f"{path} cannot be read ({error.strerror})"
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
+        return _missing(path, error)
+
+
+def _missing(path: Path, error: OSError) -> str:
+    """The damage, if the file is missing. After any other error it may be intact: raises UnreadableError."""
+    text = f"{path} cannot be read ({error.strerror})"
+    if not isinstance(error, FileNotFoundError):
+        raise UnreadableError(text) from None
+    return text
 
 
 def length_damage(path: Path, record: FileRecord) -> str:
     """What is wrong with the length of a file; empty if it is right. Raises UnreadableError if it cannot be read."""
     try:
         size = path.stat().st_size
-    except FileNotFoundError as error:
-        return f"{path} cannot be read ({error.strerror})"
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
+        return _missing(path, error)
     return f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}" if size != record.bytes else ""
 
 

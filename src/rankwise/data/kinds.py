@@ -71,12 +71,11 @@ def _batch_reader(dataset: Any) -> Read | None:
 
 def _table(subset: Subset[Any]) -> Indices:
     """Its indices, none of them negative. Raises DataError for one that is not in its dataset."""
-    table, samples = np.asarray(subset.indices, np.int64), len(subset.dataset)  # type: ignore[arg-type]
+    whole: Any = subset.dataset  # torch does not declare a length
+    table, samples = np.asarray(subset.indices, np.int64), len(whole)
     wrong = table[(table < -samples) | (table >= samples)]
     if len(wrong):
-        raise DataError(
-            f"the Subset has the index {wrong[0]}, and its dataset ({type(subset.dataset).__name__}) has {samples} samples"
-        )
+        raise DataError(f"the Subset has the index {wrong[0]}, and its dataset ({type(whole).__name__}) has {samples} samples")
     return np.where(table < 0, table + samples, table)
 
 

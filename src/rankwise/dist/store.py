@@ -135,12 +135,7 @@ def of_agent(world: World, timeout: timedelta) -> Any:
         # OSError: this process has already created a store there, and torch shares it.
         with contextlib.suppress(OSError):
             return _keys(_own(world, _listener(own, place[1]), own or "127.0.0.1", timeout, like_torch=True))
-    with network.short_lookups(place[0]):
-        return _keys(
-            dist.TCPStore(  # type: ignore[attr-defined]
-                *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
-            )
-        )
+    return _keys(_connected(world, *place, timeout, is_master=world.rank == 0, multi_tenant=True))
 
 
 def _listener(own: str | None, port: int) -> socket.socket:
@@ -156,16 +151,17 @@ def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, l
     address on this host. With `like_torch`, as for "env://", it waits until all ranks have connected, and a later store shares
     it."""
     port, fd = listener.getsockname()[1], listener.detach()
-    with network.short_lookups(host):
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,
-            master_listen_fd=fd,
-        )  # fmt: skip
+    return _connected(
+        world, host, port, timeout, is_master=True, wait_for_workers=like_torch, multi_tenant=like_torch, master_listen_fd=fd
+    )
 
 
 def _theirs(world: World, host: str, port: int, timeout: timedelta) -> Any:
     """A connection of another rank to rank 0's store."""
+    return _connected(world, host, port, timeout, is_master=False, wait_for_workers=False)
+
+
+def _connected(world: World, host: str, port: int, timeout: timedelta, **settings: Any) -> Any:
+    """torch's store with these settings, connected to rank 0's."""
     with network.short_lookups(host):
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        return dist.TCPStore(host, port, world.world_size, timeout=timeout, **settings)  # type: ignore[attr-defined]

@@ -314,11 +314,10 @@ class AllReduce:
         if not named or not self._together:
             yield
             return
-        with buffers_kept(model):
-            own = [buffer.detach().clone() for buffer in named.values()]
+        with buffers_kept(model) as own:
             comm.broadcast(list(named.values()))
             if module is None:
-                self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
+                self._own_buffers = {n: own[id(b)] for n, b in named.items() if not _same_bits(own[id(b)], b)}
             try:
                 yield
             finally:

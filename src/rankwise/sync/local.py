@@ -28,10 +28,9 @@ class Local(AllReduce):
     def _together(self) -> bool:
         return self.is_exact and super()._together
 
-    def part(self, apart: bool = True) -> None:
-        """Local, between two steps: from now on each rank steps alone. Not `apart`: all step together again, if an earlier
-        checkpoint is loaded."""
-        self.is_exact = not apart
+    def switch(self, exact: bool) -> None:
+        """Local, between two steps: from now on each rank steps alone; or all together, if an earlier checkpoint is loaded."""
+        self.is_exact = exact
         self._reduction.release()
         for parameter in self._reduction.parameters:
             parameter.grad = None

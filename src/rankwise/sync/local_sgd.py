@@ -135,7 +135,7 @@ class LocalSGD:
         return StepResult(mine, self._average_now() if self._done == self._next else None)
 
     def _part(self) -> None:
-        self._local.part()
+        self._local.switch(exact=False)
         self._start_clock()
 
     def _start_clock(self) -> None:
@@ -360,8 +360,8 @@ class LocalSGD:
         self._next = self._resumed(state["next"])
         self._began_period = min(state["began"], max(self._done, self.start))
         self.averaged_at = list(state.get("averaged_at", ()))
-        if self._local.is_exact != (self._done < self.start):
-            self._local.part(self._done >= self.start)
+        if self._local.is_exact != (exact := self._done < self.start):
+            self._local.switch(exact)
         self._local.load_state_dict(state["local"])
         self._moving = self._trained_now()
         self._start_clock()

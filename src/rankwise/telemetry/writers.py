@@ -86,11 +86,12 @@ class JsonLines(Writer):
 class TensorBoard(Writer):
     """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`; prints a line without it."""
 
+    _losing: _Losing
+
     @takes()
     def __init__(self) -> None:
         super().__init__()
         self._events: Any = None
-        self._losing = _Losing(Path())
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:

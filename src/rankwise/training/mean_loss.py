@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
         return
     found = []
     try:
-        with _untouched(model), torch.no_grad():
+        with unmoved(model), buffers_kept(model), torch.no_grad():
             for part in parts:
                 total, count = forward(model, part)
                 found.append((float(total), float(count)))
@@ -94,10 +94,3 @@ def _cut(value: Any, n: int, part: slice) -> Any:
             return value[part]
         return type(value)(_cut(each, n, part) for each in value)
     return value
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards random streams, buffers and modes are the same as before, bit for bit."""
-    with unmoved(model), buffers_kept(model):
-        yield

@@ -88,16 +88,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced."""
-    kept = [
-        (module, name, b, b.detach().clone()) for module in model.modules() for name, b in module.named_buffers(recurse=False)
-    ]
+def buffers_kept(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced. Yields
+    their values now, by the `id` of the buffer."""
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
+    values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     try:
-        yield
+        yield values
     finally:
-        for module, name, buffer, value in kept:
-            buffer.copy_(value)
+        for module, name, buffer in kept:
+            buffer.copy_(values[id(buffer)])
             if dict(module.named_buffers(recurse=False)).get(name, buffer) is not buffer:
                 setattr(module, name, buffer)
 
