@@ -176,6 +176,7 @@ def on_alarm(which):
 row.on_alarm = on_alarm
 set_alarm(1)
 row.join()
+time.sleep(float(os.environ["BEHIND_S"]) if world.rank else 0)
 while row.pass_gate(step + 1):
     step += 1
     if world.rank == 2 and len(heard) >= 3:  # a rank that was not scheduled for a while may hear two at one gate
@@ -186,7 +187,12 @@ print(heard, step, row.by_script, flush=True)
 """
 
 
-def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step(agents: New) -> None:
+@pytest.mark.parametrize("behind_s", [0.0, 0.5])
+def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step(
+    agents: New, behind_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rank 0 is so far ahead that its next alarm is due before the others have heard the last one."""
+    monkeypatch.setenv("BEHIND_S", str(behind_s))
     run = agents().start(ALARMS, A, B, C)
     assert run.wait()[0] == 0
     [heard] = {run.log(rank).strip() for rank in range(4)}

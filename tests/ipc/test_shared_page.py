@@ -18,7 +18,7 @@ from multiprocessing.synchronize import Barrier
 
 import pytest
 
-from rankwise.ipc.shared_page import _STOP, FINISHED, Page, Row
+from rankwise.ipc.shared_page import _STOP, FINISHED, Alarm, Page, Row, agreed
 
 DEADLINE_S = 120.0
 RANKS = 4
@@ -249,8 +249,9 @@ class RingAt(StopAt):
 
     def _tick(self) -> None:
         if self._left == 0:
-            self.agreed = self._page.ring()
-            assert self.agreed is not None
+            alarm = self._page.ring(0)
+            assert alarm is not None
+            self.agreed = alarm.claim
             self._page.rung(self.agreed, 5)
         self._left -= 1
 
@@ -281,13 +282,13 @@ def test_a_new_alarm_waits_until_all_ranks_have_heard_the_one_before() -> None:
     page = Page.create(2)
     rows = [page.row(0), page.row(1)]
     assert [row.pass_gate(3) for row in rows] == [True, True]
-    assert page.ring() == 3
-    assert page.ring() is None
+    assert page.ring(0) == (1, 3, 0)
+    assert page.ring(0) is None
     page.rung(3, 1)
     assert heard_by(rows[0], 4, 5) == [(3, 1)]
-    assert page.ring() is None
+    assert page.ring(0) is None
     assert heard_by(rows[1], 4, 4) == [(3, 1)]
-    assert page.ring() == 5
+    assert page.ring(0) == (2, 5, 0)
     page.rung(5, 2)
     assert [heard_by(row, 6, 9) for row in rows] == [[(5, 2)]] * 2
 
@@ -300,7 +301,7 @@ def test_the_main_ranks_alarm_is_due_at_its_time_from_its_first_step_on_and_once
     assert main.pass_gate(1)
     assert page.row(1).pass_gate(1)
     assert (page.due(999), page.due(1000)) == (0, 3)
-    assert page.ring() == 1
+    assert page.ring(1000) == (1, 1, 3)
     page.rung(1, 3)
     assert page.due(5000) == 0
     main.on_alarm = lambda _: main.set_alarm(3000, 1)
@@ -313,10 +314,10 @@ def test_a_stop_that_is_held_amid_an_alarm_comes_after_it() -> None:
     page = Page.create(2)
     rows = [page.row(0), page.row(1)]
     assert [row.pass_gate(4) for row in rows] == [True, True]
-    claim = page.ring()
-    assert claim == 4
+    alarm = page.ring(0)
+    assert alarm == (1, 4, 0)
     assert page.hold(signal.SIGTERM) == 4
-    page.rung(claim, 1)
+    page.rung(alarm.claim, 1)
     page.release(4)
     for row in rows:
         heard: list[int] = []
@@ -330,15 +331,41 @@ def test_an_alarm_that_meets_a_rank_which_has_finished_is_heard_by_nobody_and_ke
     assert page.row(0).pass_gate(9)
     page.row(0).finish()
     assert page.row(1).pass_gate(7)
-    assert page.ring() == FINISHED
+    assert page.ring(0) == (1, FINISHED, 0)
     page.rung(FINISHED, 1)
     assert heard_by(page.row(1), 8, 9) == [(7, 0)]  # its time can be set again
     page.row(1).finish()
     again = [page.row(0), page.row(1)]  # another loop on the same ranks
     assert [row.pass_gate(1) for row in again] == [True, True]
-    assert page.ring() == 1
+    assert page.ring(0) == (2, 1, 0)
     page.rung(1, 2)
     assert [heard_by(row, 2, 4) for row in again] == [[(1, 2)]] * 2
+
+
+def test_an_alarm_is_also_for_what_was_asked_while_it_waited_for_the_last_rank_to_hear_the_one_before() -> None:
+    page = Page.create(2)
+    main, behind = page.row(0), page.row(1)
+    assert main.pass_gate(9)
+    assert behind.pass_gate(3)
+    main.on_alarm = lambda _: main.set_alarm(1000, 1)
+    assert page.ring(0) == (1, 9, 0)
+    page.rung(9, 1)
+    assert main.pass_gate(10)
+    assert page.due(1000) == 1
+    behind.ask()
+    assert page.ring(1000) is None
+    assert [behind.pass_gate(step) for step in range(4, 11)] == [True] * 7
+    number, last, which = page.ring(1000) or (0, 0, 0)
+    assert (number, last) == (2, 10)
+    page.rung(last, which)
+    for row in (main, behind):
+        assert not row.pass_gate(11)
+        assert row.by_script
+
+
+def test_all_nodes_hear_what_any_node_answers_after_the_last_step_that_any_has_begun() -> None:
+    assert agreed([Alarm(3, 7, 1), Alarm(3, 9, 4), Alarm(3, 0, 1)]) == (9, 5)
+    assert agreed([]) == (FINISHED, 0)
 
 
 def _asking(path: str, local_rank: int, asks_after: int) -> tuple[int, bool]:
@@ -364,8 +391,8 @@ def test_all_ranks_stop_after_the_step_in_which_all_ask_or_after_one_step_where_
         for _ in range(2):  # a second loop on the same ranks may also stop
             ranks = [pool.submit(_asking, page.path, r, 20 if r in asking else -1) for r in range(3)]
             while not all(rank.done() for rank in ranks):
-                if (which := page.due(0)) and (claim := page.ring()) is not None:
-                    page.rung(claim, which)
+                if page.due(0) and (alarm := page.ring(0)) is not None:
+                    page.rung(alarm.claim, alarm.which)
                 time.sleep(0.005)
             left = [rank.result() for rank in ranks]
             for r in range(3):

@@ -26,7 +26,7 @@ from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, message
 from rankwise.host.text import clock, listed, numbered, short
-from rankwise.ipc.shared_page import FINISHED, JOIN_S
+from rankwise.ipc.shared_page import JOIN_S, agreed
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
 
@@ -149,7 +149,7 @@ class Head:
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
         self._screen.standing.clear()
         self._held = self._released = False
-        self._alarm, self._due = 0, 0
+        self._alarm, self._ringing = 0, False
         self._signalled: set[int] = set()
         records = tuple(
             NodeRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page, order.store)
@@ -330,18 +330,17 @@ class Head:
 
     def _ring(self, parts: Sequence[NodeView]) -> None:
         """Alarms: make what is due by the main rank's clock, or requested by a script, due on all ranks after the same step."""
-        if not self._due and not self._held:
-            for number, due in (part.facts.due for part in parts):
-                self._due |= due if number == self._alarm + 1 else 0  # another number is of an alarm that is already over
-            if self._due:
+        if not self._ringing and not self._held:
+            self._ringing = any(part.facts.due == self._alarm + 1 for part in parts)  # another number is of one that is over
+            if self._ringing:
                 self._alarm += 1
                 for part in parts:
                     part.ring(self._alarm)
-        if self._due and all(part.alarm[0] == self._alarm or part.lost is not None for part in parts):
-            last = max((part.alarm[1] for part in parts if part.lost is None), default=FINISHED)
+        if self._ringing and all(part.alarm.number == self._alarm or part.lost is not None for part in parts):
+            last, which = agreed(part.alarm for part in parts if part.lost is None)
             for part in parts:
-                part.rung(self._alarm, last, self._due)
-            self._due = 0
+                part.rung(self._alarm, last, which)
+            self._ringing = False
 
     def _hold(self, parts: Sequence[NodeView], joined: set[int]) -> None:
         """Make every node hold its gate; send the signal itself to ranks without a gate."""

@@ -34,7 +34,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation, StallWatch
 from rankwise.host import machine, network, processes
 from rankwise.ipc.channel import NobodyThere, knock
-from rankwise.ipc.shared_page import FINISHED, Page
+from rankwise.ipc.shared_page import FINISHED, Alarm, Page
 from rankwise.run.directory import ENV_RUN_DIR, Attempt, RunDir
 from rankwise.run.plan import Plan
 from rankwise.schedulers.ranks import Ranks, variables_of
@@ -96,8 +96,8 @@ class Facts:
     answers: bool = False
     """Whether one of its ranks would remember a request to stop that comes before its first step."""
 
-    due: tuple[int, int] = (0, 0)
-    """The number of the next alarm, and what its ranks ask for, one bit per kind; (0, 0) while they ask for nothing."""
+    due: int = 0
+    """The number of the alarm that its ranks ask for; 0 while they ask for none."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class NodeView(Protocol):
     claim: int | None
     """The highest step that its ranks have begun, once it holds its gate."""
 
-    alarm: tuple[int, int]
-    """The last alarm for which it held its gate, and the highest step that its ranks had begun then."""
+    alarm: Alarm
+    """The last alarm for which it held its gate."""
 
     end: NodeEnd | None
     lost: str | None
@@ -229,7 +229,7 @@ class Node:
         self._stuck: set[int] = set()  # processes that cannot be killed: nobody waits for them any more
         self.facts = Facts()
         self.claim: int | None = None
-        self.alarm = (0, 0)
+        self.alarm = Alarm()
         self._to_ring = 0
         self.end: NodeEnd | None = None
 
@@ -263,7 +263,7 @@ class Node:
         if orders.nodes > 1 and self.interface is None and not network.is_loopback(orders.master_addr):
             self.interface = network.interface_of(orders.master_addr)  # rank 0 is here
         self.claim = self.end = None
-        self.alarm, self._to_ring = (0, 0), 0
+        self.alarm, self._to_ring = Alarm(), 0
         numbers = range(orders.first, orders.first + self.ranks)
         self._processes = RankProcesses(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
         self._console = self._open_console(numbers)
@@ -352,12 +352,8 @@ class Node:
             flag=self._page.flagged(),
             begun=self._page.begun,
             answers=self._page.answers,
-            due=self._due(),
+            due=self._page.alarms + 1 if self._page.due(time.monotonic_ns()) else 0,
         )
-
-    def _due(self) -> tuple[int, int]:
-        which = self._page.due(time.monotonic_ns())
-        return (self._page.alarms + 1, which) if which else (0, 0)
 
     def _on_started(self, message: dict[str, Any]) -> None:
         """Handle a message of the starter: the warm process is ready, the ranks are started, or the warm process has failed."""
@@ -404,7 +400,7 @@ class Node:
     def hold(self, signum: int) -> None:
         self._stalls.hurry()
         if self._to_ring > self._page.alarms:  # an alarm that has not begun on this node will never happen, on any node
-            self.alarm, self._to_ring = (self._to_ring, FINISHED), 0
+            self.alarm, self._to_ring = Alarm(self._to_ring, FINISHED), 0
         self.claim = self._page.hold(signum)
 
     def release(self, last: int) -> None:
@@ -415,8 +411,8 @@ class Node:
         self._ring()
 
     def _ring(self) -> None:
-        if self._to_ring > self._page.alarms and (claim := self._page.ring()) is not None:
-            self.alarm = (self._to_ring, claim)
+        if self._to_ring > self._page.alarms and (alarm := self._page.ring(time.monotonic_ns())) is not None:
+            self.alarm = alarm
 
     def rung(self, number: int, last: int, which: int) -> None:
         if number == self._page.alarms:

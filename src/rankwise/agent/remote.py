@@ -8,7 +8,7 @@ head -> member   {"welcome": run id, "run_dir": path} or {"refused": why}
                  {"hold": n} {"release": step} {"ring": number} {"rung": [number, step, which]}
                  {"find": {addresses, port}} {"bye": status}
 member -> head   {"facts": ...} {"claim": step} {"end": ...} {"say": text} {"write": text} {"progress": text} {"notes": [...]}
-                 {"stalled": ...} {"asked": signal} {"route": address} {"alarm": [number, step]}
+                 {"stalled": ...} {"asked": signal} {"route": address} {"alarm": [number, step, which]}
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Frame, Observation
 from rankwise.errors import RunDirError
 from rankwise.ipc.channel import Door, Link, Message
+from rankwise.ipc.shared_page import Alarm
 from rankwise.run.directory import Attempt, RunDir, write_json
 from rankwise.run.plan import Plan
 
@@ -44,7 +45,7 @@ class Remote:
         self._first = 0
         self.facts = Facts()
         self.claim: int | None = None
-        self.alarm = (0, 0)
+        self.alarm = Alarm()
         self.end: NodeEnd | None = None
         self.lost: str | None = None
         self.asked: list[int] = []
@@ -78,7 +79,7 @@ class Remote:
                 case "claim":
                     self.claim = int(value)
                 case "alarm":
-                    self.alarm = (int(value[0]), int(value[1]))
+                    self.alarm = Alarm(*map(int, value))
                 case "end":
                     evidence = tuple(Evidence(**record) for record in value["evidence"])
                     self.end = NodeEnd(evidence, bool(value["groups"]), bool(value["stuck"]), int(value["port"]))
@@ -103,7 +104,7 @@ class Remote:
         assert attempt is not None
         self._first = orders.first
         ranks = range(orders.first, orders.first + self.introduction.ranks)
-        self.facts, self.claim, self.end, self.alarm = Facts(alive=tuple(ranks)), None, None, (0, 0)
+        self.facts, self.claim, self.end, self.alarm = Facts(alive=tuple(ranks)), None, None, Alarm()
         if self.lost is not None:
             self._end_as_lost()
         self.link.send({"start": asdict(orders), "life": attempt.record()})
@@ -140,7 +141,7 @@ class Remote:
 
 
 def _facts(record: dict[str, Any]) -> Facts:
-    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined", "due")}})
+    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined")}})
 
 
 def _observation(record: dict[str, Any]) -> Observation:
@@ -190,7 +191,7 @@ class RemoteNode:
         node.secret = secret
         self._told = Facts()
         self._told_end: NodeEnd | None = None
-        self._told_alarm = (0, 0)
+        self._told_alarm = Alarm()
         self._asked = 0
         self._status: int | None = None
         self.dismissed = False
@@ -278,7 +279,7 @@ class RemoteNode:
             self._link.send({"say": f"this host does not see {path}: the logs of its ranks are here, in {self._node.run.path}"})
 
     def _start(self, orders: Orders, attempt: Attempt) -> None:
-        self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)
+        self._told, self._told_end, self._told_alarm = Facts(), None, Alarm()
         if not self._shared:  # the ranks find their page in this file
             write_json(self._node.run.world, {"lives": [attempt.record()]})
         self._node.start(orders, attempt)

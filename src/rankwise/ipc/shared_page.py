@@ -14,8 +14,10 @@ with exactly S steps done, whatever collectives the steps contain.
 An alarm is a trigger by time (the main rank writes when it is due, the agent reads the clock), or a request of the script that
 all ranks stop (a rank writes it). It uses the same gate: HOLD also counts the alarms (its lowest bit is the stop, the count is
 above it). A rank that sees a new count at a gate waits for the agreement, the maximum M of the claims, and hears the alarm at
-the gate of step M + 1: after the same step on all ranks. A new alarm waits until all ranks have heard the one before. Once a
-stop is held no alarm begins, and claims only grow, so no rank has stopped before the step of an alarm.
+the gate of step M + 1: after the same step on all ranks. A new alarm waits until all ranks have heard the one before, and is
+for all that is due on any node when that node begins it: where ranks drift apart, the next alarm is always due before the last
+rank has heard this one, and a request would otherwise come too late for each of them. Once a stop is held no alarm begins, and
+claims only grow, so no rank has stopped before the step of an alarm.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 _HEADER_WORDS = 16
 _ROW_WORDS = 72
@@ -50,6 +53,25 @@ _BY_SCRIPT = -1  # the value of a flag that is not a signal
 
 _SYS_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 _MEMBARRIER_CMD_GLOBAL = 1
+
+
+class Alarm(NamedTuple):
+    """What a node answers when it has begun an alarm."""
+
+    number: int = 0
+    claim: int = 0
+    """The highest step that its ranks have begun."""
+
+    which: int = 0
+    """What was due for its ranks then, one bit each: the alarm is for this too, whatever it was begun for."""
+
+
+def agreed(alarms: Iterable[Alarm]) -> tuple[int, int]:
+    """What `rung` takes: after which step all ranks hear the alarm, and of what. With FINISHED, no rank does."""
+    last, which = -1, 0
+    for alarm in alarms:
+        last, which = max(last, alarm.claim), which | alarm.which
+    return FINISHED if last < 0 else last, which
 
 
 class Page:
@@ -187,15 +209,15 @@ class Page:
                 which |= row.due(now_ns)
         return which
 
-    def ring(self) -> int | None:
-        """Begin an alarm. Returns the highest claim of this node's ranks. Does nothing and returns None while a rank has not
-        heard the previous alarm."""
+    def ring(self, now_ns: int) -> Alarm | None:
+        """Begin an alarm. Does nothing and returns None while a rank has not heard the previous alarm."""
         rows = [self.row(r) for r in range(self.ranks)]
         if any(row.heard_alarms != self.alarms and row.claim != FINISHED for row in rows):
             return None
+        which = self.due(now_ns)
         self._words[_HOLD] += 2
         _membarrier()
-        return self._furthest()
+        return Alarm(self.alarms, self._furthest(), which)
 
     def rung(self, last: int, which: int) -> None:
         """The agreement: all ranks hear of `which` after step `last`; with FINISHED, no rank does."""

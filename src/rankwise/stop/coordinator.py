@@ -18,13 +18,14 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from rankwise.dist import comm, log
 from rankwise.dist.world import World
 from rankwise.host import network
 from rankwise.ipc.address_file import ways
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock
-from rankwise.ipc.shared_page import JOIN_S, Page, Row
+from rankwise.ipc.shared_page import JOIN_S, Alarm, Page, Row, agreed
 
 _BEAT_S = 0.05
 _MEET_S = 30.0
@@ -89,7 +90,7 @@ class Coordinator:
         self._is_head = is_head
         self._over = threading.Event()
         self._asked = 0
-        self._due = (0, 0)
+        self._due = 0  # the number of the last alarm that another node has asked for
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="rankwise-gate", daemon=True).start()
@@ -125,10 +126,10 @@ class Coordinator:
             link.send({"hold": signum})
         claims = [self._hold(signum)]
         for link in self._links:
-            while (claim := self._answer(link, "claim")) is None:
+            while (claim := self._answer(link, "claim", 0)) is None:
                 if self._over.wait(_BEAT_S):
                     return
-            claims.append(claim)
+            claims.append(int(claim))
         last = max(claims)
         for link in self._links:
             link.send({"release": last})
@@ -136,53 +137,51 @@ class Coordinator:
 
     def _ring(self) -> bool:
         """Lead an alarm, if one is due on any node. False: the loop is over."""
-        number, which = self._page.alarms + 1, self._page.due(time.monotonic_ns())
+        number = self._page.alarms + 1
         for link in self._links:
             self._take(link)
-        which |= self._due[1] if self._due[0] == number else 0  # another number is of an alarm that is already over
-        if not which or (claim := self._page.ring()) is None:
+        due_there = self._due == number  # another number is of an alarm that is already over
+        if not (due_there or self._page.due(time.monotonic_ns())) or (alarm := self._page.ring(time.monotonic_ns())) is None:
             return True
-        claims = [claim]
+        alarms = [alarm]
         for link in self._links:
             link.send({"ring": number})
         for link in self._links:
-            while (claim := self._answer(link, "alarm")) is None:
+            while (answer := self._answer(link, "alarm", [number, 0, 0])) is None:
                 if self._over.wait(_BEAT_S):
                     return False
-            claims.append(claim)
+            alarms.append(Alarm(*map(int, answer)))
+        last, which = agreed(alarms)
         for link in self._links:
-            link.send({"rung": [max(claims), which]})
-        self._page.rung(max(claims), which)
+            link.send({"rung": [last, which]})
+        self._page.rung(last, which)
         return True
 
-    def _answer(self, link: Link, kind: str) -> int | None:
-        """The answer of the node at the other end; None until it comes; 0 if that node is gone."""
+    def _answer(self, link: Link, kind: str, if_gone: Any) -> Any:
+        """The answer of the node at the other end; None until it comes; `if_gone` if that node is gone."""
         answer = self._take(link, kind)
-        return 0 if answer is None and link.closed is not None else answer
+        return if_gone if answer is None and link.closed is not None else answer
 
-    def _take(self, link: Link, kind: str = "") -> int | None:
-        """Note the requests of another node; returns its answer of this kind, if it has come."""
+    def _take(self, link: Link, kind: str = "") -> Any:
+        """Note the requests of another node; returns its answer of this kind, None if it has not come."""
         answer = None
         for message in self._heard(link):
             self._asked = self._asked or int(message.get("asked", 0))
-            if "due" in message:
-                number, which = message["due"]
-                self._due = (number, which | (self._due[1] if self._due[0] == number else 0))
-            answer = int(message[kind]) if kind in message else answer
+            self._due = max(self._due, int(message.get("due", 0)))
+            answer = message.get(kind, answer)
         return answer
 
     def _follow(self) -> None:
         [link] = self._links
-        told, to_ring = (0, 0), 0
+        told = to_ring = 0
         while not self._over.wait(_BEAT_S):
             signum = self._page.flagged()
             if signum and not self._asked:
                 self._asked = signum
                 link.send({"asked": signum})
-            which = self._page.due(time.monotonic_ns())
-            if which and told != (due := (self._page.alarms + 1, which)):
-                told = due
-                link.send({"due": list(due)})
+            if self._page.due(time.monotonic_ns()) and told <= self._page.alarms:
+                told = self._page.alarms + 1
+                link.send({"due": told})
             for message in self._heard(link):
                 if "hold" in message:
                     self._asked = int(message["hold"])
@@ -194,8 +193,8 @@ class Coordinator:
                 elif "release" in message:
                     self._page.release(int(message["release"]))
                     return
-            if to_ring > self._page.alarms and (claim := self._page.ring()) is not None:
-                link.send({"alarm": claim})
+            if to_ring > self._page.alarms and (alarm := self._page.ring(time.monotonic_ns())) is not None:
+                link.send({"alarm": list(alarm)})
             if link.closed is not None:
                 if signum:  # the head is gone: this node stops by itself
                     self._page.stop(signum)
