@@ -36,13 +36,17 @@ def install(*packages: str) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         pytest.skip(f"{', '.join(packages)}: missing, and to install them needs root on Debian")
     apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (["install"], ["update"], ["install"]):
         command = [*apt, *words, *(["-y", "--no-install-recommends", *packages] if words == ["install"] else [])]
-        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=400)
+        done = subprocess.run(command, capture_output=True, text=True, env=_installing(), timeout=400)
         if done.returncode == 0 and words == ["install"]:
             return
     pytest.skip(f"{', '.join(packages)} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+
+
+def _installing() -> dict[str, str]:
+    """The environment for what may install packages: apt-get asks a name server, which tests do not."""
+    return {**{name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}, "DEBIAN_FRONTEND": "noninteractive"}
 
 
 def started(*command: str, **environ: str) -> Ended:
@@ -113,7 +117,14 @@ class _Machine:
         if what not in self._lacks:
             self._up = what
             script, *words = _UP[what]
-            up = subprocess.run([HOSTS / script, *words], capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL)
+            up = subprocess.run(
+                [HOSTS / script, *words],
+                env=_installing(),
+                capture_output=True,
+                text=True,
+                timeout=400,
+                stdin=subprocess.DEVNULL,
+            )
             if up.returncode == 0:
                 return
             self._down()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,15 @@ def pytest_runtestloop() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     doses = "of the stress tests: what CI runs, or all that the RESULTS.md in stress/ were taken with"
     parser.addoption("--dose", choices=("small", "whole"), default="small", help=doses)
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped has failed: CI has all that a test needs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("no_skips"):
+        report.outcome, report.longrepr = "failed", f"skipped, with --no-skips: {report.longrepr}"
+    return report
 
 
 def pytest_xdist_auto_num_workers() -> int:
