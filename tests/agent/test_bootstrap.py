@@ -159,5 +159,5 @@ def test_a_member_that_nobody_answers_reads_the_address_again(
     monkeypatch.setattr(bootstrap, "_wait_for_head", mock.Mock())
     for name in ("Node", "introduced", "RemoteNode", "_enter"):
         monkeypatch.setattr(bootstrap, name, mock.Mock())
-    bootstrap._calling(planned(), run, 1, "pbs-1", mock.Mock())
+    bootstrap._calling(planned(), run, 1, "pbs-1", mock.Mock(asked=[]))
     assert knocks == [(doors[0].port, "old"), (doors[1].port, "new")]

@@ -15,6 +15,12 @@ from rankwise.host.terminal import Terminal
 from rankwise.ipc.shared_page import Page, Row
 
 
+class Patient(Terminal):
+    """A terminal that takes everything at once."""
+
+    busy = False
+
+
 class Watched:
     """A console on a file or a pseudo-terminal, and the output so far."""
 
@@ -24,7 +30,7 @@ class Watched:
         self._reader, writer = os.openpty() if tty else os.pipe()
         os.set_blocking(self._reader, False)
         self._file = os.fdopen(writer, "w")
-        self.console = Console([LogFollower(log, log.with_name("none"))], self.row, Terminal(self._file))
+        self.console = Console([LogFollower(log, log.with_name("none"))], self.row, Patient(self._file))
 
     def print(self, data: bytes) -> None:
         with open(self.log, "ab") as file:
@@ -103,6 +109,48 @@ def test_a_log_that_is_not_there_yet_is_made_and_shown_from_its_start(tmp_path: 
     watched.close()
 
 
+class Full:
+    """A screen that takes one text, and then nothing until somebody reads it."""
+
+    def __init__(self) -> None:
+        self._text = b""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._text)
+
+    def write(self, data: bytes) -> None:
+        self._text += data
+
+    def progress(self, text: str) -> None:
+        pass
+
+    def end_line(self) -> None:
+        pass
+
+    def read(self) -> bytes:
+        text, self._text = self._text, b""
+        return text
+
+
+def test_ranks_take_turns_on_a_screen_that_takes_the_output_of_one_and_the_rest_is_shown_at_the_end(tmp_path: Path) -> None:
+    screen = Full()
+    console = Console([LogFollower(tmp_path / name, tmp_path / "none") for name in ("a", "b")], None, screen)
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    console.show()
+    assert screen.read() == b"1"
+    (tmp_path / "a").write_text("11")
+    console.show()
+    assert screen.read() == b"2"
+    console.show()
+    assert screen.read() == b"1"
+    (tmp_path / "a").write_text("111")
+    (tmp_path / "b").write_text("222")
+    console.close()
+    assert screen.read() in (b"122", b"221")
+
+
 def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
     text = b"0123456789abcde\n" * 3000  # a chunk is 65536 bytes; a pipe holds this much
     piped.print(text)
@@ -158,7 +206,7 @@ def test_progress_with_a_long_text_does_no_harm(tmp_path: Path) -> None:
     row = Page.create(1).row(0)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file, os.fdopen(reader):
-        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], row, Terminal(file))
+        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], row, Patient(file))
         row.say(json.dumps({"done": 1, "total": 2, "elapsed_s": 1.0, "text": "x" * 500}))
         try:
             console.show()

@@ -12,7 +12,6 @@ from ranks import on_ranks
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.head import Screen
 from rankwise.agent.node import Node, Orders
-from rankwise.host.terminal import Terminal
 from rankwise.run.directory import RunDir
 
 ORDERS = Orders(
@@ -34,7 +33,7 @@ def waits_for_the_warm_process() -> list[bool]:
     run, events = RunDir(Path(folder, "runs/train")), EventLoop(0)
     run.prepare(fresh=False)
     planned = plan(folder, interpreter=(sys.executable, "-c", WARM), nodes=1, min_nodes=1)
-    node = Node(planned, run, 0, events, Screen(Terminal(sys.stdout, plain=True)), ranks=1)
+    node = Node(planned, run, 0, events, Screen(plain=True), ranks=1)
     channel = node._starter.channel
     assert channel is not None
 

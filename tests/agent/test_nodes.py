@@ -222,6 +222,36 @@ def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: N
     assert "killing" not in out
 
 
+def test_a_stop_is_heeded_and_recorded_while_nobody_reads_what_the_run_prints(agents: New) -> None:
+    """Three times what a pipe holds, as with `| less`: the agent's writes wait, the agent does not."""
+    lines = [f"line {number}" for number in range(20000)]
+    source = GATE.replace(
+        "row.join()", "if world.rank == 0:\n    print(*map('line {}'.format, range(20000)), sep='\\n', flush=True)\nrow.join()"
+    )
+    run = agents().start(source, A, B, tee="main")
+    run.pids()
+    wait_for(lambda: _has_joined(run), "the gate")
+    run.signal(signal.SIGTERM)
+    wait_for(lambda: run.run.attempts()[-1].outcome, "the record")
+    assert not run.has_ended()
+    status, out = run.wait()
+    assert status == 75
+    step = run.log(1).strip()
+    assert run.run.attempts()[-1].outcome == f"stopped by SIGTERM after step {step}"
+    shown = out.splitlines()
+    assert [line for line in shown if line.startswith("line")] == lines
+    assert "rankwise: SIGTERM: all ranks stop after the current step, and save, within 20 s" in shown
+
+
+def test_a_run_that_is_over_and_whose_output_nobody_reads_ends_when_it_is_asked_to(agents: New) -> None:
+    run = agents().start("print('line\\n' * 50000)\n", A, tee="main")
+    wait_for(lambda: run.run.world.exists() and run.run.attempts()[-1].outcome, "the record")
+    assert not run.has_ended()
+    run.signal(signal.SIGTERM)
+    wait_for(run.has_ended, "its end")
+    assert run.wait()[0] == 0
+
+
 def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) -> None:
     run = agents()
     for limit_s in (3.0, 10.0, 30.0, 90.0):  # the first that is over when all ranks have joined, on a machine of any load

@@ -29,7 +29,6 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience
 from rankwise.host.processes import STOP_SIGNALS
-from rankwise.host.terminal import Terminal
 from rankwise.ipc.address_file import ways
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir
@@ -136,7 +135,7 @@ def _pass_on(writer: int, signum: int) -> None:
 def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
     processes.become_subreaper()
     lease = run.take() if not plan.launcher_holds else None
-    screen = Screen(Terminal(sys.stdout, plain=not plan.terminal))
+    screen = Screen(plain=not plan.terminal)
     secret = _secret_of_all(plan)
     door, node, nodes, status = None, None, None, 1
     try:
@@ -179,6 +178,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
             node.close()
         if lease is not None:
             lease.release()
+        screen.close(events)
     return _told_to_the_starter(status, plan, run, scheduler, attempts)
 
 
@@ -259,7 +259,8 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
 
 def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, way: Callable[[], tuple[list[str], int, str]]) -> int:
     """`way`: returns the addresses, the port and the secret of the head, or raises NobodyThere."""
-    node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
+    screen = Screen(plain=not plan.terminal)
+    node = Node(plan, run, index, events, screen, _slots(plan, index))
     try:
         patience = _patience()
         while True:
@@ -278,6 +279,7 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, way: Callable[
         return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()
+        screen.close(events)
 
 
 def _find_plan(run: RunDir, index: int, start: str, events: EventLoop) -> Plan:

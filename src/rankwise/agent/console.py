@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -61,33 +62,45 @@ class Shown(Protocol):
     def write(self, data: bytes) -> None: ...
     def progress(self, text: str) -> None: ...
     def end_line(self) -> None: ...
+    @property
+    def busy(self) -> bool:
+        """Whether the output of ranks should wait, in their logs."""
+        ...
 
 
 class Console:
     """Shows the logs of `followers`, and the progress line of the rank of `row` (None: no rank of this node)."""
 
     def __init__(self, followers: Sequence[LogFollower], row: Row | None, terminal: Shown) -> None:
-        self._followers = followers
+        self._followers = deque(followers)
         self._row = row
         self._seen = 0
         self._terminal = terminal
 
     def show(self) -> None:
-        """Show all new output; ranks take turns, so that a busy one does not hide the others."""
-        busy = list(self._followers)
-        while busy:
-            for follower in list(busy):
-                data = follower.read()
-                self._terminal.write(data)
-                if not data:
-                    busy.remove(follower)
+        """Show new output, until the terminal is busy."""
+        for _ in self._pieces():
+            if self._terminal.busy:
+                return
         if self._row is not None:
             self._seen, text = self._row.heard(self._seen)
             if text is not None:
                 self._terminal.progress(text)
 
+    def _pieces(self) -> Iterator[None]:
+        """Show a piece of one log each time; ranks take turns, so that one that prints much does not hide the others."""
+        silent = 0
+        while silent < len(self._followers):
+            data = self._followers[0].read()
+            self._followers.rotate(-1)
+            self._terminal.write(data)
+            silent = 0 if data else silent + 1
+            yield
+
     def close(self) -> None:
-        self.show()
+        """Show the rest."""
+        for _ in self._pieces():
+            pass
         self._terminal.progress("")
         for follower in self._followers:
             self._terminal.write(follower.close())

@@ -2,8 +2,8 @@
 
     status = Head(plan, run, events, screen, nodes).run()
 
-One thread, one selector. It deals with nodes only (node.py, remote.py): ranks of its own host and of another look the same
-here.
+One thread, one selector; only what is printed has a thread of its own (outlet.py). The head deals with nodes only (node.py,
+remote.py): ranks of its own host and of another look the same here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rankwise.agent.collective_check import Ledger, Mismatch
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.node import NodeView
 from rankwise.agent.nodes import NodeError, Nodes
+from rankwise.agent.outlet import Outlet
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
@@ -35,40 +36,69 @@ EVIDENCE_S = 0.3  # after the first failure: the reports of the other ranks come
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # the state of other nodes' ranks arrives within this time
 FINISH_S = 30.0  # how long a node may take to end what is left of an attempt
+_BUSY_BYTES = 1 << 20  # more output of this node's ranks waits in their logs
+_MOST_WAITING_BYTES = 64 << 20  # of output, also from other nodes
+_PATIENCE_S = 5.0
 STALLED_S = 5.0  # nodes without progress report it within this time of each other
 
 
 class Screen:
     """The sink of the head: what a node reports goes to the terminal, or is kept until the head judges it."""
 
-    busy = False
-
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+    def __init__(self, plain: bool) -> None:
+        """`plain`: no status line, even on a terminal."""
+        self._outlet = Outlet()
+        self._terminal = Terminal(sys.stdout, plain, self._outlet.put)
+        self._dropped_bytes = 0
         self.ledger: Ledger | None = None
         self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
         """By node that reports a stall: when it reported (monotonic), for how many seconds, where its ranks are, their
         stacks."""
 
     def say(self, text: str) -> None:
-        self._terminal.status("")  # the progress line returns with the next numbers
-        with contextlib.suppress(OSError):
-            print(message(text), file=sys.stderr, flush=True)
+        self.show(message(text))
 
     def show(self, text: str) -> None:
         """Print `text` unchanged, for a person to read."""
-        self._terminal.status("")
+        self._terminal.status("")  # the progress line returns with the next numbers
         with contextlib.suppress(OSError):
-            print(text.rstrip("\n"), file=sys.stderr, flush=True)
+            line = text.rstrip("\n") + "\n"
+            self._outlet.put(sys.stderr.fileno(), line.encode(sys.stderr.encoding, "backslashreplace"))
+
+    @property
+    def busy(self) -> bool:
+        return self._outlet.waiting_bytes > _BUSY_BYTES
 
     def write(self, data: bytes) -> None:
+        """If nobody reads for a long time, the output of ranks is dropped here: it is in their logs."""
+        if not self._outlet.has_room(_MOST_WAITING_BYTES, _PATIENCE_S):
+            self._dropped_bytes += len(data)
+            return
+        self._tell_dropped()
         lost = self._terminal.lost
         self._terminal.write(data)
         if lost != self._terminal.lost:
             self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
+    def _tell_dropped(self) -> None:
+        if self._dropped_bytes:
+            dropped_mb, self._dropped_bytes = self._dropped_bytes / 1e6, 0
+            self.say(f"{dropped_mb:.1f} MB of the ranks' output, which nobody read in time, are only in their logs")
+
+    def close(self, events: EventLoop) -> None:
+        """Wait until everything is printed, or until this agent is asked to stop."""
+        self._tell_dropped()
+        before = len(events.asked)
+
+        def is_asked() -> bool:
+            events.wait(0)
+            return events.parent_ended or len(events.asked) > before
+
+        self._outlet.drain(is_asked)
+
     def progress(self, text: str) -> None:
-        self._terminal.progress(text)
+        if not self.busy:
+            self._terminal.progress(text)
 
     def end_line(self) -> None:
         self._terminal.end_line()

@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -77,12 +77,23 @@ def message(text: str) -> str:
         return line
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however slowly the reader takes it, also if the descriptor does not block. Raises OSError."""
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:
+            with contextlib.suppress(OSError):
+                os.set_blocking(fd, True)
+
+
 class Terminal:
     """The only writer of an output stream. Bytes are written unchanged: a script may print anything."""
 
-    def __init__(self, stream: TextIO | None, plain: bool = False) -> None:
+    def __init__(self, stream: TextIO | None, plain: bool = False, write: Callable[[int, bytes], None] = write_all) -> None:
         """`stream` None (Python's value if the process was started without that stream): nothing is printed. `plain`: no status
-        line, even on a terminal."""
+        line, even on a terminal. `write(fd, data)` writes all of it, or raises OSError."""
+        self._write = write
         self._fd = stream.fileno() if stream is not None else -1
         self.is_tty = stream is not None and os.isatty(self._fd) and not plain
         self._status = b""
@@ -134,15 +145,13 @@ class Terminal:
             self._put(_CLEAR_LINE + self._status + b"\r")
 
     def _put(self, data: bytes) -> None:
-        while data and not self.closed:
-            try:
-                data = data[os.write(self._fd, data) :]
-            except BlockingIOError:
-                with contextlib.suppress(OSError):
-                    os.set_blocking(self._fd, True)
-            except OSError as error:
-                self.closed = True
-                self.lost = str(error.strerror) if error.errno != errno.EPIPE else None
+        if not data or self.closed:
+            return
+        try:
+            self._write(self._fd, data)
+        except OSError as error:
+            self.closed = True
+            self.lost = str(error.strerror) if error.errno != errno.EPIPE else None
 
 
 def typed(*words: str) -> str:

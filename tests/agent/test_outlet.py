@@ -1,0 +1,92 @@
+"""What the agent prints, while somebody reads it and while nobody does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from launched import wait_for
+
+from rankwise.agent.outlet import Outlet
+
+MORE_THAN_A_PIPE_HOLDS = b"0123456789abcde\n" * 20000
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def read(reader: int, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        found += os.read(reader, size - len(found))
+    return found
+
+
+def never() -> bool:
+    return False
+
+
+def test_all_is_written_in_its_order_over_all_streams(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    outlet, again = Outlet(), os.dup(writer)
+    lines = [b"%d\n" % number for number in range(1000)]
+    for number, line in enumerate(lines):
+        outlet.put(again if number % 3 else writer, line)
+    outlet.drain(never)
+    assert (os.read(reader, 1 << 16), outlet.waiting_bytes) == (b"".join(lines), 0)
+    os.close(again)
+
+
+def test_who_puts_does_not_wait_for_the_reader_who_gets_everything_when_he_comes(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    outlet = Outlet()
+    outlet.put(writer, MORE_THAN_A_PIPE_HOLDS)
+    outlet.put(writer, b"and this\n")
+    asked = iter([False, False, True])
+    outlet.drain(lambda: next(asked))
+    assert outlet.waiting_bytes > 0
+    expected = MORE_THAN_A_PIPE_HOLDS + b"and this\n"
+    assert read(reader, len(expected)) == expected
+    outlet.drain(never)
+    assert outlet.waiting_bytes == 0
+
+
+def test_there_is_room_while_a_slow_reader_reads_and_none_when_he_has_stopped(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    outlet = Outlet()
+    outlet.put(writer, MORE_THAN_A_PIPE_HOLDS)
+    assert not outlet.has_room(1000, patience_s=0.2)
+
+    def slowly() -> None:
+        for _ in range(20):
+            time.sleep(0.02)
+            read(reader, len(MORE_THAN_A_PIPE_HOLDS) // 20)
+
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    wait_for(lambda: outlet.has_room(len(MORE_THAN_A_PIPE_HOLDS) - 200_000, patience_s=60.0), "some room")
+    assert outlet.has_room(1000, patience_s=60.0)
+    thread.join()
+
+
+def test_an_error_is_raised_by_the_next_put_and_other_streams_go_on(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    gone, broken = os.pipe()
+    os.close(gone)
+    outlet = Outlet()
+    outlet.put(broken, b"to nobody\n")
+    outlet.drain(never)
+    with pytest.raises(BrokenPipeError):
+        outlet.put(broken, b"more\n")
+    outlet.put(writer, b"to somebody\n")
+    outlet.drain(never)
+    assert os.read(reader, 100) == b"to somebody\n"
+    os.close(broken)
