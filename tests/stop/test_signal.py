@@ -113,6 +113,31 @@ def test_a_time_that_is_over_is_heard_after_the_same_step_on_all_ranks(ranks: in
     assert {place for _, which in first for place in which} == {0, 1}
 
 
+def pages_left_by_loops() -> int:
+    """How many pages are open in this process after some loops; the thread that keeps a gate needs a moment to end."""
+
+    def pages() -> int:
+        return sum("rankwise-page" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+    def loop() -> None:
+        with StopSignal() as stop:
+            assert sum(1 for _ in stop.steps(range(3))) == 3
+
+    for _ in range(5):
+        loop()
+    deadline = time.monotonic() + 30
+    while pages() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return pages()
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (2, 1)], ids=["one node", "two nodes"])
+def test_a_loop_that_is_over_leaves_no_open_file(ranks: int, per_node: int) -> None:
+    """A search that trains hundreds of models in one process would run out of them."""
+    environ = [torchrun(r, ranks, per_node) for r in range(ranks)]
+    assert on_ranks(ranks, pages_left_by_loops, environ=environ) == [0] * ranks
+
+
 def in_a_block(how: str, at: int) -> tuple[str, int, int, bool]:
     """(how it ended, its steps, its last one, whether the process has its own handlers again): SIGTERM to rank 1, or an
     error."""

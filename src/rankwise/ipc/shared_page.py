@@ -78,7 +78,7 @@ class Page:
     """One node's page. Rows are local ranks."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd: int | None = None  # of the process that created it
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._words = memoryview(self._map).cast("q")
 
@@ -88,8 +88,13 @@ class Page:
         fd = os.memfd_create("rankwise-page")
         os.ftruncate(fd, (_HEADER_WORDS + ranks * _ROW_WORDS) * 8 + ranks * _LAST_WORDS_BYTES)
         page = cls(fd)
+        page._fd = fd
         page._words[_RANKS] = ranks
         return page
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", None)) is not None:
+            os.close(fd)
 
     @classmethod
     def open(cls, path: str) -> Page:

@@ -232,6 +232,7 @@ class StopSignal:
         """
         if self._row is not None:
             self._row.leave()
+            self._row.on_alarm = None  # the page can go now: no reference leads from its row back to this object
         if self._keeper is not None:
             self._keeper.stop()
         if self.signum:
