@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from launched import wait_for
@@ -90,3 +91,16 @@ def test_an_error_is_raised_by_the_next_put_and_other_streams_go_on(pipe: tuple[
     outlet.drain(never)
     assert os.read(reader, 100) == b"to somebody\n"
     os.close(broken)
+
+
+def test_where_no_thread_may_be_started_who_puts_writes_himself(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -u` counts threads too."""
+    reader, writer = pipe
+    outlet = Outlet()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    outlet.put(writer, b"at once\n")
+    assert os.read(reader, 100) == b"at once\n"
+    monkeypatch.undo()
+    outlet.put(writer, b"by the thread\n")
+    outlet.drain(never)
+    assert os.read(reader, 100) == b"by the thread\n"

@@ -9,6 +9,7 @@ remote.py): ranks of its own host and of another look the same here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sys
 import time
@@ -50,6 +51,7 @@ class Screen:
         self._outlet = Outlet()
         self._terminal = Terminal(sys.stdout, plain, self._outlet.put)
         self._dropped_bytes = 0
+        self._told_lost = False
         self.ledger: Ledger | None = None
         self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
         """By node that reports a stall: when it reported (monotonic), for how many seconds, where its ranks are, their
@@ -75,10 +77,14 @@ class Screen:
             self._dropped_bytes += len(data)
             return
         self._tell_dropped()
-        lost = self._terminal.lost
         self._terminal.write(data)
-        if lost != self._terminal.lost:
-            self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        error = self._outlet.error(sys.stdout.fileno())
+        if error is not None and error.errno != errno.EPIPE and not self._told_lost:
+            self._told_lost = True
+            self.say(f"the output of the ranks can no longer be shown here ({error.strerror}); it is in their logs")
 
     def _tell_dropped(self) -> None:
         if self._dropped_bytes:
@@ -94,6 +100,8 @@ class Screen:
             events.wait(0)
             return events.parent_ended or len(events.asked) > before
 
+        self._outlet.drain(is_asked)
+        self._tell_lost()
         self._outlet.drain(is_asked)
 
     def progress(self, text: str) -> None:

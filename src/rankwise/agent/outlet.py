@@ -11,6 +11,7 @@ would take it for lost.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -35,16 +36,29 @@ class Outlet:
         """How much is not written yet."""
 
     def put(self, fd: int, data: bytes) -> None:
-        """Never waits. Raises OSError if an earlier write to `fd` failed."""
+        """Does not wait, unless no thread can be started. Raises OSError if a write to `fd` has failed."""
         with self._changed:
-            if (error := self._failed.get(fd)) is not None:
+            if (error := self.error(fd)) is not None:
                 raise OSError(error.errno, error.strerror)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rankwise-outlet", daemon=True)
-                self._thread.start()
-            self._queue.append((fd, data))
-            self.waiting_bytes += len(data)
-            self._changed.notify_all()
+            if self._has_thread():
+                self._queue.append((fd, data))
+                self.waiting_bytes += len(data)
+                self._changed.notify_all()
+            else:
+                write_all(fd, data)
+
+    def error(self, fd: int) -> OSError | None:
+        """Why nothing can be written to `fd` any more."""
+        return self._failed.get(fd)
+
+    def _has_thread(self) -> bool:
+        """Starts it. False where no more threads may be started (`ulimit -u`)."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="rankwise-outlet", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
 
     def has_room(self, most_bytes: int, patience_s: float) -> bool:
         """Whether at most `most_bytes` wait. Waits for that while the reader reads; False if it has taken nothing for
