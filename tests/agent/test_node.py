@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import select
 import sys
 from pathlib import Path
+from typing import Any
 
+from launched import wait_for
 from plans import plan
 from ranks import on_ranks
 
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.head import Screen
 from rankwise.agent.node import Node, Orders
+from rankwise.agent.rank_starter import Starter
 from rankwise.run.directory import RunDir
 
 ORDERS = Orders(
@@ -55,3 +59,31 @@ def waits_for_the_warm_process() -> list[bool]:
 
 def test_an_agent_waits_for_its_warm_process_only_during_an_attempt_because_otherwise_nothing_reads_what_it_sends() -> None:
     assert on_ranks(1, waits_for_the_warm_process) == [[False, True, False]]
+
+
+READS_LATE = """
+import os, socket, sys, time
+while not os.path.exists("read"):
+    time.sleep(0.01)
+channel = socket.socket(fileno=int(sys.argv[3]))
+size, piece = 0, b""
+while not piece.endswith(b"\\n"):
+    piece = channel.recv(1 << 20)
+    size += len(piece)
+channel.sendall(b'{"pids": [%d]}\\n' % size)
+"""
+
+
+def test_a_large_environment_of_many_ranks_is_sent_without_waiting_for_a_warm_process_that_imports(
+    tmp_path: Path,
+) -> None:
+    starter = Starter(plan(str(tmp_path), interpreter=(sys.executable, "-c", READS_LATE)))
+    specs: Any = [{"environment": {"LARGE": "x" * 100_000}}] * 20
+    try:
+        starter.start(specs)  # returns, though nobody reads
+        assert starter.receive() is None
+        (tmp_path / "read").touch()
+        [size] = wait_for(starter.receive, "its answer")["pids"]
+        assert size == len(json.dumps({"ranks": specs})) + 1
+    finally:
+        starter.close()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
-from launched import wait_for
 
 from rankwise.agent.outlet import Outlet
 
@@ -58,24 +56,6 @@ def test_who_puts_does_not_wait_for_the_reader_who_gets_everything_when_he_comes
     assert read(reader, len(expected)) == expected
     outlet.drain(never)
     assert outlet.waiting_bytes == 0
-
-
-def test_there_is_room_while_a_slow_reader_reads_and_none_when_he_has_stopped(pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    outlet = Outlet()
-    outlet.put(writer, MORE_THAN_A_PIPE_HOLDS)
-    assert not outlet.has_room(1000, patience_s=0.2)
-
-    def slowly() -> None:
-        for _ in range(20):
-            time.sleep(0.02)
-            read(reader, len(MORE_THAN_A_PIPE_HOLDS) // 20)
-
-    thread = threading.Thread(target=slowly)
-    thread.start()
-    wait_for(lambda: outlet.has_room(len(MORE_THAN_A_PIPE_HOLDS) - 200_000, patience_s=60.0), "some room")
-    assert outlet.has_room(1000, patience_s=60.0)
-    thread.join()
 
 
 def test_an_error_is_raised_by_the_next_put_and_other_streams_go_on(pipe: tuple[int, int]) -> None:

@@ -99,6 +99,12 @@ def test_a_site_file_holds_defaults_that_the_users_own_and_then_a_run_override(t
     assert (config.nproc, config.grace_s, config.tee) == ("3", 10.0, "all")
 
 
+def test_a_home_that_cannot_even_be_looked_into_has_no_site_file(tmp_path: Path) -> None:
+    """As with `sudo -E -u user`, which keeps HOME=/root. Root may enter every folder, so here it is a name that is too long."""
+    layers = site_settings({"HOME": f"/{'x' * 300}"}, OPTIONS, tmp_path)
+    assert layers == site_settings({"HOME": "/nowhere"}, OPTIONS, tmp_path)
+
+
 def test_the_users_site_file_is_in_their_home_where_nothing_else_is_said(tmp_path: Path) -> None:
     site(tmp_path / ".config", "nproc = 5\n")
     assert site_settings({"HOME": str(tmp_path)}, OPTIONS, tmp_path / "none") == [{"nproc": "5"}]

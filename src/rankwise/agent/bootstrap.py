@@ -220,8 +220,8 @@ def _secret_of_all(plan: Plan) -> str:
     """
     if not plan.master_addr:
         return secrets.token_hex(16)
-    folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
         return Path(folder, _SECRET_FILE).read_text().strip()
     return ""
 

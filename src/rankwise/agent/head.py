@@ -38,8 +38,7 @@ TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # the state of other nodes' ranks arrives within this time
 FINISH_S = 30.0  # how long a node may take to end what is left of an attempt
 _BUSY_BYTES = 1 << 20  # more output of this node's ranks waits in their logs
-_MOST_WAITING_BYTES = 64 << 20  # of output, also from other nodes
-_PATIENCE_S = 5.0
+_MOST_WAITING_BYTES = 256 << 20  # of output, also from other nodes, and the rest of the logs at the end
 STALLED_S = 5.0  # nodes without progress report it within this time of each other
 
 
@@ -72,8 +71,8 @@ class Screen:
         return self._outlet.waiting_bytes > _BUSY_BYTES
 
     def write(self, data: bytes) -> None:
-        """If nobody reads for a long time, the output of ranks is dropped here: it is in their logs."""
-        if not self._outlet.has_room(_MOST_WAITING_BYTES, _PATIENCE_S):
+        """Never waits: if the reader is far behind, the output of ranks is dropped here, and is in their logs."""
+        if self._outlet.waiting_bytes + len(data) > _MOST_WAITING_BYTES:
             self._dropped_bytes += len(data)
             return
         self._tell_dropped()
@@ -229,7 +228,7 @@ class Head:
         return part is self._nodes.own
 
     def _finish(self, parts: Sequence[NodeView]) -> None:
-        for part in parts:
+        for part in sorted(parts, key=self._is_here):  # the own node last: it shows the rest of its logs
             part.finish()
         deadline = time.monotonic() + FINISH_S
         while any(part.end is None and part.lost is None for part in parts) and time.monotonic() < deadline:

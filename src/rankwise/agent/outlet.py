@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -31,7 +30,6 @@ class Outlet:
         self._queue: deque[tuple[int, bytes]] = deque()
         self._failed: dict[int, OSError] = {}
         self._thread: threading.Thread | None = None
-        self._took = time.monotonic()
         self.waiting_bytes = 0
         """How much is not written yet."""
 
@@ -60,14 +58,6 @@ class Outlet:
                 self._thread = thread
         return self._thread is not None
 
-    def has_room(self, most_bytes: int, patience_s: float) -> bool:
-        """Whether at most `most_bytes` wait. Waits for that while the reader reads; False if it has taken nothing for
-        `patience_s`."""
-        with self._changed:
-            while self.waiting_bytes > most_bytes and time.monotonic() < self._took + patience_s:
-                self._changed.wait(_GLANCE_S)
-            return self.waiting_bytes <= most_bytes
-
     def drain(self, give_up: Callable[[], object]) -> None:
         """Wait until all is written, however long the reader takes, or until `give_up()`, asked ten times a second, is true."""
         with self._changed:
@@ -88,5 +78,4 @@ class Outlet:
                         self._failed[fd] = error
                 with self._changed:
                     self.waiting_bytes -= len(piece)
-                    self._took = time.monotonic()
                     self._changed.notify_all()

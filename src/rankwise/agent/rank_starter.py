@@ -34,7 +34,7 @@ class Starter:
         self._plan = plan
         self._specs: list[Spec] = []
         self._inbox: list[dict[str, Any]] = []
-        self._partial = b""
+        self._partial = self._outbox = b""
         self._warm: subprocess.Popen[bytes] | None = None
         self.channel: socket.socket | None = None
         if plan.fork:
@@ -63,11 +63,19 @@ class Starter:
         if self.channel is None:
             self._inbox.append({"pids": [self._start_once(spec) for spec in specs]})
             return
-        message = json.dumps({"ranks": specs}).encode() + b"\n"
-        self.channel.setblocking(True)
-        with contextlib.suppress(OSError):  # if the warm process is dead, _read sees the end of the file
-            self.channel.sendall(message)
-        self.channel.setblocking(False)
+        self._outbox = json.dumps({"ranks": specs}).encode() + b"\n"
+        self._send()
+
+    def _send(self) -> None:
+        """Send what fits. The warm process reads only once it has imported torch, and the agent must not wait for that."""
+        assert self.channel is not None
+        try:
+            while self._outbox:
+                self._outbox = self._outbox[self.channel.send(self._outbox) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the warm process is dead: _read sees the end of the file
+            self._outbox = b""
 
     def _start_once(self, spec: Spec) -> int:
         reader, writer = os.pipe()
@@ -85,6 +93,7 @@ class Starter:
         Never waits for a running process.
         """
         if not self._inbox and self.channel is not None:
+            self._send()
             self._read()
         return self._inbox.pop(0) if self._inbox else None
 
@@ -117,6 +126,7 @@ class Starter:
 
     def close(self) -> None:
         """End the warm process, if there is one."""
+        self._outbox = b""
         if self.channel is not None:
             self.channel.close()
             self.channel = None

@@ -8,6 +8,7 @@ config = RunConfig.of(options, *layers)
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -237,7 +238,8 @@ def site_settings(env: Mapping[str, str], options: Options, system: Path = Path(
     layers: list[dict[str, Any]] = []
     site: dict[str, Any] = {}
     for path in (system / _SITE_FILE, user / _SITE_FILE):
-        if not path.is_file():
+        # Path.is_file raises an error in a folder that this user may not enter (HOME=/root).
+        if not os.path.isfile(path):  # noqa: PTH113
             continue
         settings = _read(path, str(path), options)
         for name in settings:
