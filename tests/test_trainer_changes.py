@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from trainers import trainer_of
 
+import rankwise
 from rankwise.checkpoint import Checkpoints
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
@@ -481,3 +483,29 @@ def looked_and_not(folder: Path) -> tuple[Flat, Flat]:
 def test_the_look_at_the_first_micro_batch_changes_no_bit(tmp_path: Path) -> None:
     for looked, never in on_ranks(2, looked_and_not, tmp_path):
         assert np.array_equal(looked, never)
+
+
+def trained_by_a_step_that_changes_its_batch(folder: Path) -> tuple[list[float], list[float]]:
+    """(the weight after the first step, that of a plain loop)."""
+    data = [{"x": torch.full((3,), 10.0 * i), "labels": torch.tensor(float(i))} for i in range(8)]
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    plain = copy.deepcopy(model)
+
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        labels = batch.pop("labels")
+        return (model(batch["x"].div_(100.0)).squeeze(-1) - labels).square().sum(), len(labels)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=1, run_dir=folder / "run").fit()
+    whole = {key: torch.stack([sample[key] for sample in data]) for key in ("x", "labels")}
+    total, count = step(plain, whole)
+    (total / count).backward()
+    assert plain.weight.grad is not None
+    return model.weight.flatten().tolist(), (plain.weight - 0.1 * plain.weight.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_function_that_removes_the_labels_and_scales_its_batch_in_place_gets_a_whole_one(n: int, tmp_path: Path) -> None:
+    for ours, plain in on_ranks(n, trained_by_a_step_that_changes_its_batch, tmp_path):
+        assert ours == pytest.approx(plain, rel=1e-5)

@@ -18,7 +18,7 @@ from trainers import trainer_of
 
 import rankwise
 from rankwise import TrainState
-from rankwise.actions import Log
+from rankwise.actions import EarlyStopping, Log, Plateau
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
@@ -173,3 +173,36 @@ def test_samples_and_steps_a_second_of_a_line_are_both_since_the_line_before() -
     assert lines
     for samples_per_s, steps_per_s in lines:
         assert float(samples_per_s) == pytest.approx(4 * float(steps_per_s), rel=0.2)
+
+
+def measured_by_time() -> tuple[int, int, int, float]:
+    """(the step at which EarlyStopping has stopped the run, steps of the scheduler, records, the best value)."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8, 4))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    def step(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    actions = [
+        rankwise.every(rankwise.Evaluate(data), seconds=0.05),
+        Plateau(scheduler),
+        EarlyStopping("eval_loss", patience=2),
+    ]
+    checkpoints = rankwise.Checkpoints(keep_best="eval_loss")
+    trainer = rankwise.Trainer(
+        model, optimizer, step, data, global_batch_size=8, max_steps=2000, run_dir=RUN, actions=actions, checkpoints=checkpoints
+    )
+    state = trainer.fit()
+    records = [record for record in RunDir(RUN).read_metrics() if "eval_loss" in record]
+    return state.step, scheduler.last_epoch, len(records), float(checkpoints.best() is not None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_evaluation_by_time_measures_is_seen_by_the_actions_after_it_by_the_log_and_by_keep_best(ranks: int) -> None:
+    stopped_at, scheduled, records, has_best = on_ranks(ranks, measured_by_time)[0]
+    assert stopped_at < 2000  # the loss does not change, so it stops after the third evaluation
+    assert (scheduled, records, has_best) == (3, 3, 1.0)

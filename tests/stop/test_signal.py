@@ -90,7 +90,12 @@ def alarmed(together: bool) -> list[tuple[int, list[int]]]:
     signals = StopSignal()
     heard: list[tuple[int, list[int]]] = []
     step = 0
-    signals.alarm([0.1, 0.25], lambda which: heard.append((step, list(which))))
+
+    def hear(which: list[int]) -> None:
+        heard.append((step, which))
+        signals.again(which)
+
+    signals.alarm([0.1, 0.25], hear)
     while not signals.agreed(step):
         step += 1
         if together:

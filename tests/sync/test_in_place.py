@@ -92,6 +92,26 @@ def test_a_sparse_gradient_is_made_dense_as_where_ranks_sum_it() -> None:
     assert embedded(True) == embedded(False)
 
 
+def test_sparse_gradients_of_a_loop_that_calls_zero_grad_are_what_they_are_in_a_plain_loop() -> None:
+    def trained(ours: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = AllReduce().attach(model, optimizer) if ours else None
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.tensor([[step, 7], [step, 1]])).square().sum()
+            if sync is not None:
+                sync.backward(loss, 2)
+                sync.step()
+            else:
+                (loss / 2).backward()
+                optimizer.step()
+        return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
+
+    assert trained(True) == pytest.approx(trained(False), abs=1e-6)
+
+
 def test_no_gradient_is_held_between_two_steps() -> None:
     model = nn.Linear(256, 256)
     sync = AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

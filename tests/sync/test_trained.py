@@ -15,9 +15,10 @@ from ranks import on_ranks
 from torch import nn
 
 from rankwise.dist import comm
+from rankwise.dist.device import is_dense
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
-from rankwise.sync.trained import Trained, is_dense
+from rankwise.sync.trained import Trained
 
 WAYS = (False, True)
 

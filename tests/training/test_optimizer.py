@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR, StepLR
 
 from rankwise.dist.world import World
@@ -63,6 +63,17 @@ def test_the_kernel_is_the_fused_one_unless_somebody_chose() -> None:
         optimizers.fuse(optimizer)
     assert optimizers.is_fused(left_open)
     assert not optimizers.is_fused(chosen)
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.SGD])
+def test_a_parameter_whose_memory_has_gaps_keeps_the_kernel_that_is_right_for_it(kind: type[Optimizer]) -> None:
+    """torch's fused kernel on a CPU ignores the gaps, and writes into them."""
+    sliced, turned = nn.Parameter(torch.ones(4, 6)[:, :3]), nn.Parameter(torch.ones(4, 6).T)
+    with_gaps, without = kind([sliced], lr=0.1), kind([turned], lr=0.1)
+    for optimizer in (with_gaps, without):
+        optimizers.fuse(optimizer)
+    assert not optimizers.is_fused(with_gaps)
+    assert optimizers.is_fused(without)
 
 
 def test_the_schedulers_inside_of_others_get_the_scaled_rate_too(four_ranks: None) -> None:

@@ -29,8 +29,8 @@ def every(
     """Call `action` when any trigger is due: at an interval in steps, epochs or seconds, and with `at_end` after the last step.
 
     Seconds are measured by the clock of the main rank. In the actions of a Trainer, `action` runs on all ranks after the same
-    step, the step in which the time is over. Elsewhere (inside another action, or if nodes cannot reach each other) it runs at
-    the next log interval.
+    step, in its place in the list: at the end of the first step that all ranks begin after the time is over. Elsewhere (inside
+    another action, or if nodes cannot reach each other) it runs at the next log interval.
     """
     if steps is None and epochs is None and seconds is None and not at_end:
         raise ConfigError("every(action): say when, for example every(action, steps=100)")
@@ -46,26 +46,21 @@ class Every:
         self._steps, self._epochs, self._at_end = steps, epochs, at_end
         self.seconds = seconds
         self.by_gate = False
-        """Whether the gate calls `run` when the seconds are over."""
+        """Whether the gate sets `time_is_over`."""
 
+        self.time_is_over = False
         self._last_s = 0.0
-        self._ran_at = -1
 
     def __call__(self, state: TrainState) -> None:
         due = (
             (self._steps is not None and state.step % self._steps == 0)
             or (self._epochs is not None and state.epoch_ended and state.epoch % self._epochs == 0)
             or (self._at_end and state.last)
+            or self.time_is_over
         )
         if self.seconds is not None and not self.by_gate and state.clock_s - self._last_s >= self.seconds:
             self._last_s = state.clock_s
             due = True
         if due:
-            self._ran_at = state.step
-            self._do(state)
-
-    def run(self, state: TrainState) -> None:
-        """Called when the seconds are over."""
-        if self._ran_at != state.step:
-            self._ran_at = state.step
+            self.time_is_over = False
             self._do(state)

@@ -21,14 +21,14 @@ from rankwise.training.state import TrainState
 
 
 class Moments:
-    """For one loop. Without a gate, this is also an action, which runs after the log. `meet`: a collective to call before
-    others here."""
+    """For one loop. This is also an action, the last one. `meet`: a collective to call before others here."""
 
     def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state
         self._stop = stop
         self._meet = meet
         self._seen_s = state.clock_s
+        self._rung: Sequence[int] = ()
         self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
         if len(self._timed) > MOST_ALARMS:
             raise ConfigError(f"{len(self._timed)} actions with every(seconds=...), and at most {MOST_ALARMS} are possible")
@@ -40,16 +40,21 @@ class Moments:
         if not self._stop.has_gate:
             return
         for action in self._timed:
-            action.by_gate = True
+            action.by_gate, action.time_is_over = True, False
+        self._rung = ()
         self._stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
 
     def _ring(self, which: Sequence[int]) -> None:
-        self._meet()
+        self._rung = [*self._rung, *which]
         for place in which:
-            self._timed[place].run(self._state)
+            self._timed[place].time_is_over = True  # it runs after this step, where later actions see what it measures
 
     def __call__(self, state: TrainState) -> None:
-        """Collective, after a log interval: stop if a rank has asked for it."""
+        """Collective. After timed actions: their intervals begin again. Without a gate, after a log interval: stop if a rank
+        has asked for it."""
+        if self._rung:
+            self._stop.again(self._rung)
+            self._rung = ()
         if self._stop.has_gate or state.clock_s == self._seen_s:
             return
         self._seen_s = state.clock_s

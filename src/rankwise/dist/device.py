@@ -73,3 +73,16 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_in(value)
+
+
+def is_dense(parameter: torch.Tensor) -> bool:
+    """Whether the elements are in memory without gap or overlap, in any order. Only then autograd gives the gradient the same
+    layout as the parameter."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -53,13 +53,17 @@ class _Alarms:
 
     def next(self) -> tuple[int, int]:
         """(when the next alarm is due, which ones: one bit each); (0, 0) for never."""
-        first = min(self._next_ns, default=0)
-        return first, sum(1 << place for place, at in enumerate(self._next_ns) if at == first)
+        first = min(filter(None, self._next_ns), default=0)
+        return first, sum(1 << place for place, at in enumerate(self._next_ns) if first and at == first)
 
     def ring(self, which: int) -> None:
         places = [place for place in range(len(self._every_ns)) if which >> place & 1]
+        for place in places:
+            self._next_ns[place] = 0
         if places and self._call is not None:
             self._call(places)
+
+    def again(self, places: Sequence[int]) -> None:
         now = time.monotonic_ns()
         for place in places:
             self._next_ns[place] = now + self._every_ns[place]
@@ -162,10 +166,15 @@ class StopSignal:
 
     def alarm(self, seconds: Sequence[float], call: Callable[[list[int]], None]) -> None:
         """Call `call(which)` in `agreed` on all ranks after the same step, each time that one of these intervals has passed by
-        the main rank's clock. `which`: the positions of these intervals in `seconds`. Needs `has_gate`. To be set before the
-        first `agreed`.
+        the main rank's clock. `which`: the positions of these intervals in `seconds`; they begin again with `again(which)`.
+        Needs `has_gate`. To be set before the first `agreed`.
         """
         self._alarms = _Alarms(seconds, call)
+
+    def again(self, which: Sequence[int]) -> None:
+        """These intervals of `alarm` begin now. Call it on all ranks after the same step, in `call` or later."""
+        self._alarms.again(which)
+        self._set_alarm()
 
     def _on_alarm(self, which: int) -> None:
         self._alarms.ring(which)

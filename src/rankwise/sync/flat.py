@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from rankwise.dist import comm, private_names
+from rankwise.dist.device import is_dense
 from rankwise.errors import StepError
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
-from rankwise.sync.trained import is_dense
 
 _grad = attrgetter("grad")
 
@@ -151,7 +151,8 @@ class _Buffer:
                 if parameter.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(parameter.grad.detach())
+                    gradient = parameter.grad.detach()
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                 if parameter.grad is not before[i]:
                     touched[i] = parameter.grad is not None
                 parameter.grad = view

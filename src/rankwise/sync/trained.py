@@ -269,16 +269,3 @@ def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
                 return f"{name} is {here} on rank 0 and {there} on rank {rank}"
             return f"{name} has {field} {here} on rank 0 and {there} on rank {rank}"
     return None
-
-
-def is_dense(parameter: torch.Tensor) -> bool:
-    """Whether the elements are in memory without gap or overlap, in any order. Only then autograd gives the gradient the same
-    layout as the parameter."""
-    expected = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

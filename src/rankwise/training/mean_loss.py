@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.dist import comm, log
-from rankwise.dist.device import tensors_in
+from rankwise.dist.device import each_tensor, tensors_in
 from rankwise.errors import StepError
 from rankwise.training.model import buffers_kept, is_synced, unmoved
 
@@ -29,7 +29,8 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
     Raises StepError for a step function that calls backward()."""
     parts: list[Any] = []
     with contextlib.suppress(Exception):  # what cannot be cut, such as a sparse tensor, is not checked
-        parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
+        # Copies: step functions often remove the labels from a batch, or scale its tensors in place.
+        parts = [_copy(micro_batches[0]), *halves(_copy(micro_batches[0]))] if micro_batches else []
     if is_synced(model) or not comm.all_agree(len(parts) == 3):
         return
     found = []
@@ -56,6 +57,10 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
             "with unequal parts do not add up to the mean; return the sum over the samples, "
             'reduction="sum", and the number of samples'
         )
+
+
+def _copy(batch: Any) -> Any:
+    return each_tensor(batch, torch.clone)
 
 
 def _is_of_backward(error: Exception) -> bool:

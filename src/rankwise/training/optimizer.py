@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rankwise.dist import comm
+from rankwise.dist.device import is_dense
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import ANYTHING, having, one_of, takes
 
@@ -95,14 +96,14 @@ def fuse(optimizer: Optimizer) -> None:
     """Use the fused kernel of the optimizer if it has one and the user has given neither `fused` nor `foreach`.
 
     One pass over the parameters instead of a dozen; on a CPU this saves a fifth of a whole step with Adam. The last bits are
-    not those of the other kernel.
+    not those of the other kernel. It takes no parameter whose memory has gaps (a slice of a tensor): torch's writes into them.
     """
     if type(optimizer) not in _FUSED or optimizer.state:
         return
     for group in optimizer.param_groups:
         nobody_chose = group["fused"] is None and group["foreach"] is None
         plain = not group.get("differentiable") and not group.get("capturable")
-        usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+        usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and is_dense(p) for p in group["params"])
         if nobody_chose and plain and usual and (not isinstance(optimizer, SGD) or _give_momentum(optimizer, group)):
             group["fused"] = True
 
