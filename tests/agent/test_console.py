@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent.console import Console, LogFollower
+from rankwise.agent.head import Screen
 from rankwise.host.terminal import Terminal
 from rankwise.ipc.shared_page import Page, Row
 
@@ -149,6 +150,25 @@ def test_ranks_take_turns_on_a_screen_that_takes_the_output_of_one_and_the_rest_
     (tmp_path / "b").write_text("222")
     console.close()
     assert screen.read() in (b"122", b"221")
+
+
+def test_the_progress_line_does_not_stay_below_the_last_output_of_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as file, os.fdopen(reader, "rb", buffering=0) as shown:
+        monkeypatch.setattr("sys.stdout", file)
+        screen = Screen(plain=False)
+        screen.progress(json.dumps({"done": 1, "total": 2, "elapsed_s": 1.0}))
+        screen._outlet.waiting_bytes += 2 << 20
+        screen.progress(json.dumps({"done": 2, "total": 2, "elapsed_s": 2.0}))  # too much waits for it to be of use
+        screen.progress("")
+        screen._outlet.waiting_bytes -= 2 << 20
+        screen.write(b"the end\n")
+        screen._outlet.drain(lambda: False)
+        os.write(writer, b"read so far")
+        text = b""
+        while b"read so far" not in text:
+            text += shown.read(4096)
+    assert (text.count(b"1/2"), text.count(b"2/2")) == (1, 0)
 
 
 def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:

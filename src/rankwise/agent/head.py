@@ -104,7 +104,7 @@ class Screen:
         self._outlet.drain(is_asked)
 
     def progress(self, text: str) -> None:
-        if not self.busy:
+        if not text or not self.busy:  # the line is always removed
             self._terminal.progress(text)
 
     def end_line(self) -> None:
