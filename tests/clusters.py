@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from launched import with_name_servers
 
 HOSTS = Path(__file__).parent / "cluster" / "hosts"
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,7 @@ def install(*packages: str) -> None:
 
 def _installing() -> dict[str, str]:
     """The environment for what may install packages: apt-get asks a name server, which tests do not."""
-    return {**{name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}, "DEBIAN_FRONTEND": "noninteractive"}
+    return {**with_name_servers(), "DEBIAN_FRONTEND": "noninteractive"}
 
 
 def started(*command: str, **environ: str) -> Ended:

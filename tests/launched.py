@@ -32,6 +32,11 @@ def wait_for(condition: Callable[[], Any], what: str, instead: Callable[[], str]
     return value
 
 
+def with_name_servers() -> dict[str, str]:
+    """The environment for the few processes that ask a name server: conftest.py sets RES_OPTIONS, so that tests do not."""
+    return {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
+
+
 def left_over(folder: Path) -> list[str]:
     """Processes that have this folder in their command line or environment."""
     found = []

@@ -175,8 +175,8 @@ def test_samples_and_steps_a_second_of_a_line_are_both_since_the_line_before() -
         assert float(samples_per_s) == pytest.approx(4 * float(steps_per_s), rel=0.2)
 
 
-def measured_by_time() -> tuple[int, int, int, float]:
-    """(the step at which EarlyStopping has stopped the run, steps of the scheduler, records, the best value)."""
+def measured_by_time() -> tuple[int, int, int, bool]:
+    """(the step at which EarlyStopping has stopped the run, steps of the scheduler, records, whether there is a best)."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(8, 4))
     model = nn.Linear(4, 1)
@@ -198,11 +198,11 @@ def measured_by_time() -> tuple[int, int, int, float]:
     )
     state = trainer.fit()
     records = [record for record in RunDir(RUN).read_metrics() if "eval_loss" in record]
-    return state.step, scheduler.last_epoch, len(records), float(checkpoints.best() is not None)
+    return state.step, scheduler.last_epoch, len(records), checkpoints.best() is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_an_evaluation_by_time_measures_is_seen_by_the_actions_after_it_by_the_log_and_by_keep_best(ranks: int) -> None:
     stopped_at, scheduled, records, has_best = on_ranks(ranks, measured_by_time)[0]
     assert stopped_at < 2000  # the loss does not change, so it stops after the third evaluation
-    assert (scheduled, records, has_best) == (3, 3, 1.0)
+    assert (scheduled, records, has_best) == (3, 3, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import sys
 from pathlib import Path
@@ -62,9 +63,8 @@ def test_an_agent_waits_for_its_warm_process_only_during_an_attempt_because_othe
 
 
 READS_LATE = """
-import os, socket, sys, time
-while not os.path.exists("read"):
-    time.sleep(0.01)
+import socket, sys
+open("read").close()  # a FIFO: waits for the test, which opens it too
 channel = socket.socket(fileno=int(sys.argv[3]))
 size, piece = 0, b""
 while not piece.endswith(b"\\n"):
@@ -77,12 +77,13 @@ channel.sendall(b'{"pids": [%d]}\\n' % size)
 def test_a_large_environment_of_many_ranks_is_sent_without_waiting_for_a_warm_process_that_imports(
     tmp_path: Path,
 ) -> None:
+    os.mkfifo(tmp_path / "read")
     starter = Starter(plan(str(tmp_path), interpreter=(sys.executable, "-c", READS_LATE)))
     specs: Any = [{"environment": {"LARGE": "x" * 100_000}}] * 20
     try:
         starter.start(specs)  # returns, though nobody reads
         assert starter.receive() is None
-        (tmp_path / "read").touch()
+        open(tmp_path / "read", "w").close()
         [size] = wait_for(starter.receive, "its answer")["pids"]
         assert size == len(json.dumps({"ranks": specs})) + 1
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from launched import with_name_servers
 
 from rankwise.host import network
 
@@ -133,6 +133,5 @@ except BlockingIOError:
 
 
 def test_a_name_server_that_does_not_answer_is_asked_once_for_a_second_while_an_address_is_connected() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
-    done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, env=with_name_servers(), check=True)
     assert done.stdout.split()[0] == "1"

@@ -9,7 +9,6 @@ remote.py): ranks of its own host and of another look the same here.
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import sys
 import time
@@ -37,9 +36,9 @@ EVIDENCE_S = 0.3  # after the first failure: the reports of the other ranks come
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # the state of other nodes' ranks arrives within this time
 FINISH_S = 30.0  # how long a node may take to end what is left of an attempt
+STALLED_S = 5.0  # nodes without progress report it within this time of each other
 _BUSY_BYTES = 1 << 20  # more output of this node's ranks waits in their logs
 _MOST_WAITING_BYTES = 256 << 20  # of output, also from other nodes, and the rest of the logs at the end
-STALLED_S = 5.0  # nodes without progress report it within this time of each other
 
 
 class Screen:
@@ -80,10 +79,10 @@ class Screen:
         self._tell_lost()
 
     def _tell_lost(self) -> None:
-        error = self._outlet.error(sys.stdout.fileno())
-        if error is not None and error.errno != errno.EPIPE and not self._told_lost:
+        self._terminal.look()
+        if self._terminal.lost is not None and not self._told_lost:
             self._told_lost = True
-            self.say(f"the output of the ranks can no longer be shown here ({error.strerror}); it is in their logs")
+            self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
     def _tell_dropped(self) -> None:
         if self._dropped_bytes:

@@ -36,18 +36,16 @@ class Outlet:
     def put(self, fd: int, data: bytes) -> None:
         """Does not wait, unless no thread can be started. Raises OSError if a write to `fd` has failed."""
         with self._changed:
-            if (error := self.error(fd)) is not None:
+            if (error := self._failed.get(fd)) is not None:
                 raise OSError(error.errno, error.strerror)
+            if not data:
+                return
             if self._has_thread():
                 self._queue.append((fd, data))
                 self.waiting_bytes += len(data)
                 self._changed.notify_all()
             else:
                 write_all(fd, data)
-
-    def error(self, fd: int) -> OSError | None:
-        """Why nothing can be written to `fd` any more."""
-        return self._failed.get(fd)
 
     def _has_thread(self) -> bool:
         """Starts it. False where no more threads may be started (`ulimit -u`)."""

@@ -69,13 +69,9 @@ class Starter:
     def _send(self) -> None:
         """Send what fits. The warm process reads only once it has imported torch, and the agent must not wait for that."""
         assert self.channel is not None
-        try:
+        with contextlib.suppress(OSError):  # no more fits; or the warm process is dead: _read sees the end of the file
             while self._outbox:
                 self._outbox = self._outbox[self.channel.send(self._outbox) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # the warm process is dead: _read sees the end of the file
-            self._outbox = b""
 
     def _start_once(self, spec: Spec) -> int:
         reader, writer = os.pipe()
@@ -126,7 +122,6 @@ class Starter:
 
     def close(self) -> None:
         """End the warm process, if there is one."""
-        self._outbox = b""
         if self.channel is not None:
             self.channel.close()
             self.channel = None

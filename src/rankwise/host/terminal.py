@@ -92,7 +92,8 @@ class Terminal:
 
     def __init__(self, stream: TextIO | None, plain: bool = False, write: Callable[[int, bytes], None] = write_all) -> None:
         """`stream` None (Python's value if the process was started without that stream): nothing is printed. `plain`: no status
-        line, even on a terminal. `write(fd, data)` writes all of it, or raises OSError."""
+        line, even on a terminal. `write(fd, data)` writes all of it, now or later, or raises
+        OSError, also for what it could not write earlier."""
         self._write = write
         self._fd = stream.fileno() if stream is not None else -1
         self.is_tty = stream is not None and os.isatty(self._fd) and not plain
@@ -133,6 +134,10 @@ class Terminal:
         with contextlib.suppress(ValueError):  # it was too long for the page and was cut
             self.status(progress_line(json.loads(text), self.columns) if text else "")
 
+    def look(self) -> None:
+        """Find out whether an earlier output was lost, if `write` returns before it has written all."""
+        self._put(b"")
+
     def end_line(self) -> None:
         """Make sure that the next output begins a new line."""
         if not self._at_line_start:
@@ -145,7 +150,7 @@ class Terminal:
             self._put(_CLEAR_LINE + self._status + b"\r")
 
     def _put(self, data: bytes) -> None:
-        if not data or self.closed:
+        if self.closed:
             return
         try:
             self._write(self._fd, data)

@@ -93,8 +93,8 @@ class Page:
         return page
 
     def __del__(self) -> None:
-        if (fd := getattr(self, "_fd", None)) is not None:
-            os.close(fd)
+        if self._fd is not None:
+            os.close(self._fd)
 
     @classmethod
     def open(cls, path: str) -> Page:

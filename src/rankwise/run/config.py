@@ -238,8 +238,7 @@ def site_settings(env: Mapping[str, str], options: Options, system: Path = Path(
     layers: list[dict[str, Any]] = []
     site: dict[str, Any] = {}
     for path in (system / _SITE_FILE, user / _SITE_FILE):
-        # Path.is_file raises an error in a folder that this user may not enter (HOME=/root).
-        if not os.path.isfile(path):  # noqa: PTH113
+        if not os.path.isfile(path):  # noqa: PTH113  # Path.is_file raises an error where a folder may not be entered
             continue
         settings = _read(path, str(path), options)
         for name in settings:

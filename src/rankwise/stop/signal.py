@@ -48,13 +48,13 @@ class _Alarms:
         self._call = call
 
     def begin(self) -> None:
-        now = time.monotonic_ns()
-        self._next_ns = [now + each for each in self._every_ns]
+        self._next_ns = [0] * len(self._every_ns)
+        self.again(range(len(self._every_ns)))
 
     def next(self) -> tuple[int, int]:
         """(when the next alarm is due, which ones: one bit each); (0, 0) for never."""
         first = min(filter(None, self._next_ns), default=0)
-        return first, sum(1 << place for place, at in enumerate(self._next_ns) if first and at == first)
+        return first, sum(1 << place for place, at in enumerate(self._next_ns) if at and at == first)
 
     def ring(self, which: int) -> None:
         places = [place for place in range(len(self._every_ns)) if which >> place & 1]
