@@ -29,13 +29,19 @@ def read(reader: int, size: int) -> bytes:
     return found
 
 
+def started() -> Outlet:
+    outlet = Outlet()
+    outlet.start()
+    return outlet
+
+
 def never() -> bool:
     return False
 
 
 def test_all_is_written_in_its_order_over_all_streams(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet, again = Outlet(), os.dup(writer)
+    outlet, again = started(), os.dup(writer)
     lines = [b"%d\n" % number for number in range(1000)]
     for number, line in enumerate(lines):
         outlet.put(again if number % 3 else writer, line)
@@ -46,7 +52,7 @@ def test_all_is_written_in_its_order_over_all_streams(pipe: tuple[int, int]) -> 
 
 def test_who_puts_does_not_wait_for_the_reader_who_gets_everything_when_he_comes(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet = Outlet()
+    outlet = started()
     outlet.put(writer, MORE_THAN_A_PIPE_HOLDS)
     outlet.put(writer, b"and this\n")
     asked = iter([False, False, True])
@@ -62,7 +68,7 @@ def test_an_error_is_raised_by_the_next_put_and_other_streams_go_on(pipe: tuple[
     reader, writer = pipe
     gone, broken = os.pipe()
     os.close(gone)
-    outlet = Outlet()
+    outlet = started()
     outlet.put(broken, b"to nobody\n")
     outlet.drain(never)
     with pytest.raises(BrokenPipeError):
@@ -78,9 +84,11 @@ def test_where_no_thread_may_be_started_who_puts_writes_himself(pipe: tuple[int,
     reader, writer = pipe
     outlet = Outlet()
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    outlet.start()
     outlet.put(writer, b"at once\n")
     assert os.read(reader, 100) == b"at once\n"
     monkeypatch.undo()
+    outlet.start()
     outlet.put(writer, b"by the thread\n")
     outlet.drain(never)
     assert os.read(reader, 100) == b"by the thread\n"

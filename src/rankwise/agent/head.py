@@ -71,9 +71,12 @@ class Screen:
 
     def write(self, data: bytes) -> None:
         """Never waits: if the reader is far behind, the output of ranks is dropped here, and is in their logs."""
+        if not data:  # the ranks have printed nothing, and may not be started yet
+            return
         if self._outlet.waiting_bytes + len(data) > _MOST_WAITING_BYTES:
             self._dropped_bytes += len(data)
             return
+        self._outlet.start()
         self._tell_dropped()
         self._terminal.write(data)
         self._tell_lost()
@@ -103,6 +106,8 @@ class Screen:
         self._outlet.drain(is_asked)
 
     def progress(self, text: str) -> None:
+        if text:
+            self._outlet.start()
         if not text or not self.busy:  # the line is always removed
             self._terminal.progress(text)
 

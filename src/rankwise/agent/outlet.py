@@ -1,6 +1,6 @@
 """What the agent prints, written by a thread of its own.
 
-outlet = Outlet()
+outlet = Outlet();  outlet.start()
 outlet.put(1, b"step 20\\n")          # returns at once
 outlet.drain(lambda: events.asked)   # at the end: wait until all is written
 
@@ -33,28 +33,27 @@ class Outlet:
         self.waiting_bytes = 0
         """How much is not written yet."""
 
-    def put(self, fd: int, data: bytes) -> None:
-        """Does not wait, unless no thread can be started. Raises OSError if a write to `fd` has failed."""
-        with self._changed:
-            if (error := self._failed.get(fd)) is not None:
-                raise OSError(error.errno, error.strerror)
-            if not data:
-                return
-            if self._has_thread():
-                self._queue.append((fd, data))
-                self.waiting_bytes += len(data)
-                self._changed.notify_all()
-            else:
-                write_all(fd, data)
-
-    def _has_thread(self) -> bool:
-        """Starts it. False where no more threads may be started (`ulimit -u`)."""
+    def start(self) -> None:
+        """From now on the thread writes. Does nothing where no more threads may be started (`ulimit -u`): call it only
+        after the ranks are started, because it must not take the place of one."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="rankwise-outlet", daemon=True)
             with contextlib.suppress(RuntimeError):
                 thread.start()
                 self._thread = thread
-        return self._thread is not None
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Does not wait, once the thread is started. Raises OSError if a write to `fd` has failed."""
+        if self._thread is None:
+            write_all(fd, data)
+            return
+        with self._changed:
+            if (error := self._failed.get(fd)) is not None:
+                raise OSError(error.errno, error.strerror)
+            if data:
+                self._queue.append((fd, data))
+                self.waiting_bytes += len(data)
+                self._changed.notify_all()
 
     def drain(self, give_up: Callable[[], object]) -> None:
         """Wait until all is written, however long the reader takes, or until `give_up()`, asked ten times a second, is true."""
