@@ -327,6 +327,20 @@ def test_a_copy_is_equal_and_hangs_on_nothing_of_the_original() -> None:
     assert type(taken["number"]) is float
 
 
+@pytest.mark.parametrize("short_first", [True, False])
+def test_tensors_over_one_numpy_array_keep_their_own_elements(short_first: bool, tmp_path: Path) -> None:
+    array = np.arange(100.0)
+    parts = {"head": torch.from_numpy(array[:10]), "full": torch.from_numpy(array), "tail": torch.from_numpy(array[90:])}
+    state = dict(sorted(parts.items(), key=lambda part: len(part[1]), reverse=not short_first))
+    checkpoints = Checkpoints(tmp_path, background=True)
+    checkpoints.save({"part": Box(state)}, 1)
+    checkpoints.wait()
+    box = Box()
+    assert checkpoints.load_latest({"part": box}) is not None
+    for name, tensor in parts.items():
+        assert torch.equal(box.state["value"][name], tensor)
+
+
 def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_grown() -> None:
     snapshot = Snapshot()
     state = {"a": torch.ones(1000), "b": torch.zeros(1000), "c": torch.ones(10)}

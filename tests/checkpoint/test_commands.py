@@ -261,6 +261,16 @@ def test_prune_by_age_spares_the_young_and_the_newest_that_is_whole(folder: Path
     assert names(folder) == [500]
 
 
+def test_prune_removes_an_older_one_without_a_manifest_by_the_time_of_its_folder(folder: Path, typed: Run) -> None:
+    for step in (200, 300):
+        (folder / f"step-00000{step}" / "manifest.json").unlink()
+    os.utime(folder / "step-00000200", times=(time.time() - 8 * 86400.0,) * 2)
+    assert typed("prune", "--older-than", "7d", "--yes").exit_code == 0
+    assert names(folder) == [100, 300, 400, 500]
+    assert typed("prune", "--keep-last", "2", "--yes").exit_code == 0
+    assert names(folder) == [400, 500]
+
+
 def test_the_last_verified_one_is_never_removed(folder: Path, typed: Run) -> None:
     for step in (300, 400, 500):
         (folder / f"step-00000{step}" / "model.pt").write_bytes(b"")

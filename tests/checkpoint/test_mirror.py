@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
@@ -271,6 +272,35 @@ def test_what_is_damaged_here_and_whole_there_comes_from_there(here: Path, there
     assert mirrored(here, there).load_latest(parts) is not None
     assert step_in(parts) == 7
     assert loaded(here) == 7
+
+
+def cut(path: Path) -> None:
+    os.truncate(path / "model.pt", 100)
+
+
+def without_manifest(path: Path) -> None:
+    (path / manifests.NAME).unlink()
+
+
+def with_an_empty_manifest(path: Path) -> None:
+    (path / manifests.NAME).write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [cut, without_manifest, with_an_empty_manifest])
+def test_what_is_incomplete_here_and_whole_there_comes_from_there(
+    harm: Callable[[Path], None], here: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = mirrored(here, there)
+    checkpoints.save(of_step(7), 7)
+    checkpoints.wait()
+    harm(here / "step-00000007")
+    parts = of_step(-1)
+    assert mirrored(here, there).load_latest(parts) is not None
+    assert step_in(parts) == 7
+    assert loaded(here) == 7
+    skipped, copied = capsys.readouterr().out.splitlines()
+    assert skipped.startswith("warning: skipped a checkpoint: ")
+    assert copied == f"step-00000007 was copied from file://{there}"
 
 
 def test_what_is_damaged_here_and_there_is_passed_over(here: Path, there: Path) -> None:

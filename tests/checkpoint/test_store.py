@@ -694,6 +694,16 @@ def test_checkpoints_without_a_folder_are_those_of_the_run_and_resume_says_the_s
     assert on_ranks(ranks, resumed_in_the_run, tmp_path) == [[0, 4]] * ranks
 
 
+def test_a_relative_folder_is_that_of_the_moment_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("ck", background=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpoints.save(of_step(3), 3)
+    assert loaded(tmp_path / "ck") == 3
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_part_that_may_be_new_need_not_be_in_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Checkpoints(folder, background=False).save({"a": Box(1)}, 3)
     new = Box(5)

@@ -7,10 +7,13 @@ import os
 import shutil
 import uuid
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from boxes import Box
 
 from rankwise.checkpoint import Checkpoints, writer
 from rankwise.errors import CheckpointError
@@ -96,3 +99,35 @@ def test_the_death_of_a_loaders_worker_that_is_raised_within_a_save_is_no_failur
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         Checkpoints(tmp_path, background=False).save({"part": Interrupted()}, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def of_two_keys(one: torch.Tensor, other: torch.Tensor) -> object:
+    return {1: one, "1": other}
+
+
+def of_two_depths(one: torch.Tensor, other: torch.Tensor) -> object:
+    return {"a": {"b": one}, "a/b": other}
+
+
+def of_a_set(one: torch.Tensor, other: torch.Tensor) -> object:
+    return {"seen": {one}, "other": other}
+
+
+@pytest.mark.parametrize("state_of", [of_two_keys, of_two_depths, of_a_set])
+def test_what_has_no_path_of_its_own_is_saved_and_loaded(state_of: Callable[..., Any], tmp_path: Path) -> None:
+    one, other = torch.arange(7.0), torch.arange(7.0) + 10
+    Checkpoints(tmp_path, background=False).save({"part": Box(state_of(one, other))}, 1)
+    box = Box(None)
+    assert Checkpoints(tmp_path).load_latest({"part": box}) is not None
+    found = [next(iter(value)) if isinstance(value, set) else value for value in box.state["value"].values()]
+    found = [next(iter(value.values())) if isinstance(value, dict) else value for value in found]
+    assert [value.tolist() for value in found] == [one.tolist(), other.tolist()]
+
+
+def test_a_tensor_that_is_not_in_the_mapped_file_has_no_place(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "a.pt")
+    mapped = torch.load(tmp_path / "a.pt", mmap=True, weights_only=True)
+    places = writer.locate_tensors(tmp_path / "a.pt", {**mapped, "elsewhere": torch.arange(3.0)})
+    assert places["a"].offset is not None
+    assert places["elsewhere"].offset is None
+    assert writer.locate_tensors(tmp_path / "a.pt", {"elsewhere": torch.arange(3.0)})["elsewhere"].offset is None

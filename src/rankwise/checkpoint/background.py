@@ -109,7 +109,7 @@ class _Copying:
     def __init__(self, free: dict[tuple[int, bool], list[torch.Tensor]]) -> None:
         self._free = free
         self.used: dict[tuple[int, bool], list[torch.Tensor]] = {}
-        self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
         self._pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._memo: dict[int, Any] = {}
 
@@ -146,7 +146,8 @@ class _Copying:
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
         """The storage for the copy, which `run` fills."""
-        key = (str(device), storage.data_ptr())
+        # Of two tensors from one numpy array, each has a storage as long as itself, and both may begin at one address.
+        key = (str(device), storage.data_ptr(), storage.nbytes())
         if key not in self._storages or not storage.nbytes():
             size = (storage.nbytes(), device.type == "cuda")
             unit = _unit(size[0])

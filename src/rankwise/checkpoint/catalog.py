@@ -32,6 +32,7 @@ class Catalog:
         self._mirror = mirror
         self._damaged: set[Path] = set()
         self._whole: set[Path] = set()
+        self._replaced: set[str] = set()
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
@@ -69,7 +70,7 @@ class Catalog:
 
     def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
         """The newest that is not in `damaged`; `look` reads it, and those that are corrupted or cannot be read are added to
-        `damaged`. None if there is no checkpoint.
+        `damaged`, unless the mirror has an intact copy. None if there is no checkpoint.
 
         Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
@@ -78,9 +79,9 @@ class Catalog:
             try:
                 return folder, look(folder)
             except CheckpointError as error:
-                if folder.exists():
+                # If it is missing, its writer has saved a newer one: look again.
+                if folder.exists() and not self._replace(folder.name):
                     damaged[folder] = str(error)
-                # Otherwise its writer has saved a newer one: look again.
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is intact ({next(iter(damaged.values()))}); "
@@ -180,13 +181,15 @@ class Catalog:
                 break
 
     def _replace(self, name: str) -> bool:
-        if self._mirror is None or not comm.is_main():
+        """Copy it from the mirror, at most once: if the copy cannot be read either, another one would not help."""
+        if self._mirror is None or not comm.is_main() or name in self._replaced:
             return False
         try:
             self._damaged.discard(self._mirror.fetch(name, self.folder))
         except CheckpointError as error:
             log.warn(f"skipped a checkpoint: {error}")
             return False
+        self._replaced.add(name)
         log.say(f"{name} was copied from {self._mirror.url}")
         return True
 
@@ -194,5 +197,5 @@ class Catalog:
 def _saved_at(path: Path, otherwise: float) -> float:
     try:
         return saved_at(path)
-    except OSError:  # corrupted, but not yet known to be
+    except OSError:  # another process has removed it
         return otherwise

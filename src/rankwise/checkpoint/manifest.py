@@ -162,7 +162,10 @@ def take_info(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def saved_at(folder: Path) -> float:
     """Seconds since 1970. If a copy was made without the file times, this is the time of the copy."""
-    return (folder / NAME).stat().st_mtime
+    try:
+        return (folder / NAME).stat().st_mtime
+    except FileNotFoundError:  # corrupted: the manifest is missing
+        return folder.stat().st_mtime
 
 
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

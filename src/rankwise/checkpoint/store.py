@@ -119,7 +119,7 @@ class Checkpoints:
     ) -> None:
         self.every_s, self.every_steps, self.every_epochs = every_s, every_steps, every_epochs
         self.at_steps, self.keep_best, self.is_background = frozenset(at_steps), keep_best, background
-        self._given_folder = Path(folder) if folder is not None else None
+        self._given_folder = Path(folder).absolute() if folder is not None else None
         self._given_scope, self._sharded = scope, sharded
         _check_scope(scope, sharded)
         self._best = Best.of(keep_best, larger_is_better)

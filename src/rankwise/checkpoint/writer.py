@@ -20,8 +20,7 @@ import shutil
 import threading
 import time
 import uuid
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ import torch
 from torch.utils.serialization import config
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage, tensors
-from rankwise.checkpoint.reader import storages
+from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import fsync
 from rankwise.host.text import numbered
@@ -273,29 +271,35 @@ def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
 
     `mapped`: the result of `torch.load(path, mmap=True)`.
     """
-    found = dict(tensors(mapped))
-    first = min((t.untyped_storage().data_ptr() for t in found.values() if t.untyped_storage().nbytes()), default=0)
-    # The file is mapped as a whole, so addresses differ by the same amounts as offsets, and it is enough to know one offset.
-    base = first - _first_storage(path) if first else 0
+    found = dict(manifests.tensors(mapped))
+    begin, end = _mapping([t.data_ptr() for t in found.values() if t.numel()], path.stat().st_size)
     places = {}
     for name, tensor in found.items():
-        lies_there = tensor.is_contiguous() and tensor.numel()
-        offset = tensor.data_ptr() - base if lies_there else None
+        lies_there = tensor.is_contiguous() and tensor.numel() and begin <= tensor.data_ptr() < end
+        offset = tensor.data_ptr() - begin if lies_there else None
         kind = str(tensor.dtype).removeprefix("torch.")
         places[name] = Layout(kind, tuple(tensor.shape), tensor.numel() * tensor.element_size(), offset)
     return places
 
 
-def _first_storage(path: Path) -> int:
-    """The offset of the first storage that is not empty."""
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-        return min(offset for offset, size in storages(archive, file.fileno()).values() if size)
+def _mapping(addresses: Iterable[int], size: int) -> tuple[int, int]:
+    """(begin, end) in memory of the mapped file of `size` bytes that contains one of these addresses; (0, 0) if none does."""
+    files = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            area, _, offset, _, inode = line.split(maxsplit=5)[:5]
+            if inode != "0":
+                begin, end = (int(bound, 16) for bound in area.split("-"))
+                files.append((begin, end, begin - int(offset, 16)))
+    found = (start for address in addresses for begin, end, start in files if begin <= address < end)
+    start = next(found, None)
+    return (start, start + size) if start is not None else (0, 0)
 
 
 def _size(state: Any) -> int:
     """The bytes that a state needs on disk, within a few per cent: its tensors, and everything else."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
-    return sum(storages.values()) + 256 * len(storages) + 4096 + _size_of_others(state)
+    storages = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for _, t in manifests.tensors(state)}
+    return sum(size for _, size in storages) + 256 * len(storages) + 4096 + _size_of_others(state)
 
 
 def _size_of_others(state: Any) -> int:
