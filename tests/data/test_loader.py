@@ -235,6 +235,15 @@ def test_what_cannot_be_trained_on_is_a_data_error() -> None:
         loaders(Items(4), 1, drop_last=True)
 
 
+@pytest.mark.parametrize("max_epochs", [1, None])
+def test_a_loop_over_fewer_samples_than_a_batch_of_all_ranks_ends_in_an_error(max_epochs: int | None) -> None:
+    alone = Loader(Items(5), batch_size=4, drop_last=True, max_epochs=max_epochs)
+    assert len(next(iter(alone))) == 1
+    two = Loader(Items(5), batch_size=4, drop_last=True, max_epochs=max_epochs).at(world(0, 2))
+    with pytest.raises(DataError, match="drop_last drops all samples: 5 samples are fewer than a global batch of 8"):
+        next(iter(two))
+
+
 @pytest.mark.parametrize("setting", ["global_batch_size", "accumulate"])
 def test_a_batch_of_nothing_is_a_config_error(setting: str) -> None:
     for value in (0, -1):

@@ -313,6 +313,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
+        _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
         is_elsewhere = self._device.type != "cpu"
         while not self.finished:
             began = time.perf_counter()
