@@ -244,6 +244,19 @@ def test_any_rank_can_be_the_source_of_a_broadcast() -> None:
     assert on_ranks(3, broadcast_from_last) == [(2.0, "of 2")] * 3
 
 
+SMALL = ("int8", "int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "bool", "complex64")
+
+
+def broadcast_of_each_type() -> list[list[float]]:
+    tensors = [torch.full((3,), 1 - comm.rank()).to(getattr(torch, name)) for name in SMALL]
+    comm.broadcast(tensors)
+    return [tensor.to(torch.complex64).real.tolist() for tensor in tensors]
+
+
+def test_a_tensor_of_any_type_is_broadcast() -> None:
+    assert on_ranks(2, broadcast_of_each_type) == [[[1.0] * 3] * len(SMALL)] * 2
+
+
 def count_broadcasts() -> int:
     calls = 0
     original = dist.broadcast

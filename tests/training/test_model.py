@@ -9,10 +9,11 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
 from rankwise.training.mean_loss import warn_of_means
-from rankwise.training.model import check_synced, check_unwrapped
+from rankwise.training.model import buffers_kept, check_synced, check_unwrapped, give_own_elements
 
 
 def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
@@ -30,6 +31,44 @@ def test_a_model_that_synchronises_itself_is_refused_with_what_to_give(attach: A
         ConfigError, match=r"^the model is wrapped in DataParallel, .*; give the module inside \(model.module\)$"
     ):
         attach(model, torch.optim.Adam(model.parameters()))
+
+
+class Expanded(nn.Linear):
+    """With a buffer and a frozen parameter whose elements share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        value = float(comm.rank())
+        self.register_buffer("position", torch.tensor([[value], [value + 1]]).expand(2, 3))
+        self.scale = nn.Parameter(torch.tensor(value).expand(4), requires_grad=False)
+
+
+def train_with_expanded() -> list[list[float]]:
+    model = Expanded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = AllReduce().attach(model, optimizer)
+    with buffers_kept(model):
+        model.position.add_(1)
+    sync.backward(model(torch.ones(1, 2)).sum(), 1, last=True)
+    sync.step()
+    model.load_state_dict(model.state_dict())
+    return [model.position.flatten().tolist(), model.scale.tolist()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_expanded_tensors_are_trained_on_one_rank_as_on_many(ranks: int) -> None:
+    assert on_ranks(ranks, train_with_expanded) == [[[0.0] * 3 + [1.0] * 3, [0.0] * 4]] * ranks
+
+
+def test_other_tensors_stay_where_they_are() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    model.register_buffer("turned", torch.ones(2, 3).t())
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("one", torch.ones(1).expand(1, 1))
+    before = {name: tensor.data_ptr() for name, tensor in [*model[1].named_parameters(), ("turned", model.turned)]}
+    give_own_elements(model)
+    assert {name: t.data_ptr() for name, t in [*model[1].named_parameters(), ("turned", model.turned)]} == before
+    assert model.turned.stride() == (1, 3)
 
 
 def backward_inside(model: Any, batch: Any) -> Any:

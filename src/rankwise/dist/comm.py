@@ -398,7 +398,8 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for group in kinds.values():
         flat = torch.cat([t.reshape(-1) for t in group])
-        dist.broadcast(flat, src, group_for(flat.device))
+        # As bytes: gloo has no int16, no unsigned integers of more bits, no float8.
+        dist.broadcast(flat.view(torch.uint8), src, group_for(flat.device))
         parts = torch.split(flat, [t.numel() for t in group])
         for tensor, part in zip(group, parts, strict=True):
             tensor.copy_(part.view_as(tensor))

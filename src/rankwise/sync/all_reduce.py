@@ -30,7 +30,7 @@ from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
-from rankwise.training.model import buffers_kept, check_unwrapped
+from rankwise.training.model import buffers_kept, check_unwrapped, give_own_elements
 from rankwise.training.precision import LossScale
 
 _LARGE = 1e18  # between 1 / _LARGE and this, a float32 norm is exact: its squares neither overflow nor vanish
@@ -106,6 +106,7 @@ class AllReduce:
             raise ConfigError("this strategy has a model already; create another one: AllReduce().attach(model, optimizer)")
         check_alike(self)
         check_unwrapped(model)
+        give_own_elements(model)
         if clip_norm is not None and math.isnan(clip_norm):
             raise ConfigError("clip_norm=nan has no effect; give a number, or None to clip nothing")
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf

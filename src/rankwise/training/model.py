@@ -9,10 +9,12 @@ The parameters stay the same objects.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rankwise.dist import comm, log, private_names, seed
 from rankwise.dist.world import World
@@ -28,6 +30,17 @@ def check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
             "inside (model.module)"
         )
+
+
+@torch.no_grad()
+def give_own_elements(model: nn.Module) -> None:
+    """Give expanded tensors (`torch.zeros(1).expand(4)`) memory for each element, as `model.to` of an accelerator does: torch
+    copies nothing into one that has not, neither rank 0's values nor those of a checkpoint."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if is_lazy(tensor) or tensor.layout != torch.strided:
+            continue
+        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.set_(tensor.clone(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
 
 
 def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
