@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from rankwise.dist import accelerator
-from rankwise.dist.device import local_device, to_device
+from rankwise.dist.device import local_device, tensors_in, to_device, with_values
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import machine
@@ -118,6 +119,55 @@ def test_every_tensor_of_a_nest_is_moved_and_the_nest_keeps_its_shape() -> None:
     assert meta["p"].x.device.type == "meta"
     assert meta["p"].y == 3
     assert meta["m"]["z"].device.type == "meta"
+
+
+class Encoding(UserDict[str, Any]):
+    """Like the batches of Hugging Face's tokenizers."""
+
+    def __init__(self, data: dict[str, Any], length: int) -> None:
+        super().__init__(data)
+        self.length = length
+
+
+class Fixed(Mapping[str, Any]):
+    """A mapping that cannot be changed."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = data
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class Named(Fixed):
+    """One that is not made from its items."""
+
+    def __init__(self, name: str, data: Mapping[str, Any]) -> None:
+        super().__init__(data)
+        self.name = name
+
+
+def test_a_mapping_of_its_own_class_keeps_its_class_and_its_attributes() -> None:
+    batch = Encoding({"x": torch.ones(2), "names": ["a", "b"]}, length=2)
+    moved = to_device(batch, torch.device("meta"))
+    assert (type(moved), moved.length, moved["x"].device.type, moved["names"]) == (Encoding, 2, "meta", ["a", "b"])
+    assert batch["x"].device.type == "cpu"
+    assert [tensor.device.type for tensor in tensors_in(moved)] == ["meta"]
+    counted = to_device(Counter({"x": torch.ones(2)}), torch.device("meta"))
+    assert (type(counted), counted["x"].device.type) == (Counter, "meta")
+    assert with_values(Counter(a=2), {"a": 3}) == Counter(a=3)
+    ordered = to_device(OrderedDict(b=torch.ones(1), a=1), torch.device("meta"))
+    assert (type(ordered), list(ordered), ordered["b"].device.type) == (OrderedDict, ["b", "a"], "meta")
+    for made, kind in ((Fixed({"x": torch.ones(2)}), Fixed), (Named("a", {"x": torch.ones(2)}), dict)):
+        fixed = to_device(made, torch.device("meta"))
+        assert (type(fixed), fixed["x"].device.type) == (kind, "meta")
+        assert made["x"].device.type == "cpu"
 
 
 def test_what_is_there_already_is_not_copied() -> None:

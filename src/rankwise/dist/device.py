@@ -5,7 +5,9 @@ device = local_device(world);  batch = to_device(batch, device)
 
 from __future__ import annotations
 
+import copy
 import os
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +54,7 @@ def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: each_tensor(value, change) for key, value in batch.items()}
+        return with_values(batch, {key: each_tensor(value, change) for key, value in batch.items()})
     if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
         indices = [None if index is None else change(index) for index in (batch.sorted_indices, batch.unsorted_indices)]
         return PackedSequence(change(batch.data), batch.batch_sizes, *indices)
@@ -63,11 +65,27 @@ def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return batch
 
 
+def with_values(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the class of `batch` with these values; a dict if the class does not allow this."""
+    kind: Any = type(batch)
+    if kind is dict:
+        return values
+    try:
+        if not (isinstance(batch, dict | UserDict) or hasattr(kind, "__copy__")):  # a copy would share its items
+            return kind(values)
+        made: Any = copy.copy(batch)
+        for key, value in values.items():  # not update: a Counter adds
+            made[key] = value
+    except Exception:  # a class with rules of its own
+        return values
+    return made
+
+
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested mappings, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_in(value)
     elif isinstance(batch, list | tuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.dist import comm, log
-from rankwise.dist.device import each_tensor, tensors_in
+from rankwise.dist.device import each_tensor, tensors_in, with_values
 from rankwise.errors import StepError
 from rankwise.training.model import buffers_kept, is_synced, unmoved
 
@@ -90,12 +90,12 @@ def halves(batch: Any) -> list[Any]:
 def _cut(value: Any, n: int, part: slice) -> Any:
     if isinstance(value, torch.Tensor):
         return value[part] if value.dim() > 0 and len(value) == n else value
-    if isinstance(value, dict):
-        return {key: _cut(each, n, part) for key, each in value.items()}
+    if isinstance(value, Mapping):
+        return with_values(value, {key: _cut(each, n, part) for key, each in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_cut(each, n, part) for each in value))
     if isinstance(value, list | tuple):
-        if len(value) == n and not any(isinstance(each, torch.Tensor | dict | list | tuple) for each in value):
+        if len(value) == n and not any(isinstance(each, torch.Tensor | Mapping | list | tuple) for each in value):
             return value[part]
         return type(value)(_cut(each, n, part) for each in value)
     return value
