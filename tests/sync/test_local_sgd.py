@@ -286,6 +286,51 @@ def test_local_steps_that_are_resumed_with_exact_ones_start_with_the_average() -
     assert np.array_equal(first, second)
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+class Experts(nn.Module):
+    """The second expert has samples only on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x) if comm.rank() == 0 else self.first(x)
+
+
+def of_experts(name: str) -> tuple[list[Any], list[Any], Flat]:
+    """(the state for the second expert's bias before and after the first average, the parameters after two)."""
+    sync = LocalSGD(2, optimizer_state="average").attach(model := Experts(), optimizer := OPTIMIZERS[name](model.parameters()))
+    seen = []
+    for step in range(4):
+        x = torch.full((2, 4), 1.0 + step + comm.rank())
+        sync.backward(model(x).square().sum(), 2, last=True)
+        if step == 1:
+            seen.append([v.tolist() for v in optimizer.state.get(model.second.bias, {}).values()])
+        sync.step()
+        if step == 1:
+            seen.append([v.tolist() for v in optimizer.state[model.second.bias].values()])
+    sync.finish()
+    return seen[0], seen[1], flat(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_parameter_that_only_some_ranks_have_stepped_counts_as_zeros_in_an_averaged_state(n: int, name: str) -> None:
+    first, *others = on_ranks(n, of_experts, name)
+    assert len(first[0]) == len(first[1]) > 0
+    for before, after, parameters in others:
+        assert before == []
+        assert after == first[1]
+        assert np.array_equal(parameters, first[2])
+
+
 def looked_at(look: bool) -> Flat:
     model = make_model()
     sync = DiLoCo(5).attach(model, adam(model), typical_count=8.0)

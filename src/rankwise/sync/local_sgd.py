@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import xxhash
@@ -162,7 +162,7 @@ class LocalSGD:
         finite = self._is_finite()
         rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
-            raise StepError(f"the replicas cannot be averaged: {self._apart()}; change the model in the same way on all ranks")
+            self._meet_in_layout()
         bad = [rank for rank, row in enumerate(rows) if not row[1]]
         skipped = [int(row[2]) for row in rows]
         if len(bad) == len(rows):
@@ -265,12 +265,30 @@ class LocalSGD:
         traits = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named.items()]
         return [*traits, *self._local.came.items()]
 
-    def _apart(self) -> str:
-        """Collective. What differs between the ranks, in words."""
+    def _meet_in_layout(self) -> None:
+        """Collective. Called if the averages of two ranks have different tensors. Raises StepError unless it is only that a
+        rank has not stepped a parameter yet: an expert without samples, first steps that were skipped."""
+        if self._optimizer_state == "average":
+            self._add_missing_state()
         told = comm.all_gather_object(self._traits())
-        rank = next(r for r, traits in enumerate(told) if traits != told[0])
-        odd = sorted(set(told[0]) ^ set(told[rank])) or [("the order of the parameters",)]
-        return f"{odd[0][0]} is not the same on rank 0 and rank {rank}"
+        rank = next((r for r, traits in enumerate(told) if traits != told[0]), None)
+        if rank is not None:
+            odd = sorted(set(told[0]) ^ set(told[rank])) or [("the order of the parameters",)]
+            raise StepError(
+                f"the replicas cannot be averaged: {odd[0][0]} is not the same on rank 0 and rank {rank}; change the model in "
+                "the same way on all ranks"
+            )
+
+    def _add_missing_state(self) -> None:
+        """Collective. The optimizer's state for a parameter that only other ranks have stepped: zeros."""
+        named, state = self._local.named_parameters(), self._optimizer.state
+        mine = {n: {key: _form_of(value) for key, value in state[p].items()} for n, p in named.items() if state.get(p)}
+        for theirs in comm.all_gather_object(mine):
+            for name, forms in theirs.items():
+                if name in named and not state.get(parameter := named[name]):
+                    state[parameter] = {
+                        key: form.zeros(parameter) if isinstance(form, _Form) else form for key, form in forms.items()
+                    }
 
     # --- what evaluation and saves see
 
@@ -390,6 +408,21 @@ class LocalSGD:
         self._optimizer.load_state_dict(state["optimizer"])
         self._local.load_state_dict(state["local"])
         self._weight, self._skipped = state["weight"], state["skipped"]
+
+
+class _Form(NamedTuple):
+    """A tensor without its elements."""
+
+    tensor: torch.Tensor
+    device: str
+
+    def zeros(self, beside: torch.Tensor) -> torch.Tensor:
+        device = beside.device if beside.device.type == self.device else self.device
+        return torch.zeros_like(self.tensor, device=device)
+
+
+def _form_of(value: Any) -> Any:
+    return _Form(value.to("meta"), value.device.type) if isinstance(value, torch.Tensor) else value
 
 
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
