@@ -30,7 +30,7 @@ from rankwise import trainer as trainer_module
 from rankwise.data import Order
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, Stopped
-from rankwise.sync import AllReduce
+from rankwise.sync import AllReduce, LocalSGD
 from rankwise.telemetry import progress, writers
 from rankwise.training.state import TrainState
 
@@ -860,6 +860,72 @@ def killed_and_begun_anew(folder: Path) -> str:
 
     assert error_of(folder / "run", actions=[fall])[0] == "KeyError"
     return fit(folder / "run")[1]
+
+
+class Falls:
+    """A step function that raises once, in a micro-batch of a later step; the other ranks raise in the same."""
+
+    def __init__(self, at: int) -> None:
+        self._calls, self._at = 0, at
+
+    def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        self._calls += 1
+        if self._calls == self._at:
+            raise KeyError("a fault of the script")
+        return step_fn(model, batch)
+
+
+STRATEGIES = {"exact": AllReduce, "ddp": lambda: AllReduce(overlap=True), "local": lambda: LocalSGD(every=3)}
+
+
+def fitted_again(folder: Path, name: str, falls: bool) -> tuple[Flat, list[tuple[int, float]]]:
+    """The second call of `fit`, after one that an exception has ended in the second micro-batch of step 6."""
+    made = trainer(
+        folder / f"{name}-{falls}", accumulate=2, every_s=None, every_steps=4, sync=STRATEGIES[name](), log_every=4,
+        step_fn=Falls(at=12) if falls else step_fn, model=make_model(dropout=0.2),
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        if falls:
+            with pytest.raises(KeyError):
+                made.fit()
+        model = made.fit().model
+    return flat(model), losses(folder / f"{name}-{falls}")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_second_fit_after_an_exception_trains_as_if_nothing_had_been(n: int, name: str, tmp_path: Path) -> None:
+    for (one, losses_one), (other, losses_other) in zip(
+        on_ranks(n, fitted_again, tmp_path, name, False), on_ranks(n, fitted_again, tmp_path, name, True), strict=True
+    ):
+        assert np.array_equal(one, other)
+        assert dict(losses_other) == dict(losses_one)
+
+
+def fitted_from_scratch_again(folder: Path) -> list[str]:
+    errors = []
+    made = trainer(folder / "run", step_fn=Falls(at=3))
+    with contextlib.redirect_stdout(io.StringIO()):
+        for fresh in (False, False, True):
+            try:
+                made.fit(fresh=fresh)
+            except (KeyError, ConfigError) as error:
+                errors.append(str(error))
+        fit(folder / "run")  # another Trainer
+    return [*errors, *sorted(path.name for path in (folder / "run").iterdir() if "checkpoints" in path.name)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_trainer_whose_model_has_changed_does_not_start_from_scratch(n: int, tmp_path: Path) -> None:
+    again = (
+        ", and an earlier fit() has changed the model; create the model, the optimizer and the Trainer again, and call fit() "
+        "of that Trainer"
+    )
+    for answer in on_ranks(n, fitted_from_scratch_again, tmp_path):
+        assert answer == [
+            "'a fault of the script'", f"there is no checkpoint to resume from{again}",
+            f"fit(fresh=True) starts from scratch{again}", "checkpoints",
+        ]  # fmt: skip
 
 
 def test_an_attempt_that_has_nothing_to_go_on_from_says_so(tmp_path: Path) -> None:

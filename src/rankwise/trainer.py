@@ -38,7 +38,7 @@ from rankwise.data import Loader
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
 from rankwise.dist.world import agent_row
-from rankwise.errors import RunDirError
+from rankwise.errors import ConfigError, RunDirError
 from rankwise.evaluation import Evaluate, predict
 from rankwise.host.arguments import (
     DATA,
@@ -179,6 +179,7 @@ class Trainer:
         self.progress = Progress(agent_row(self.world))
         self.meters = Meters("loss")
         self.breakdown = TimeBreakdown(self._sources())
+        self._has_begun = False
         self._wire()
 
     @property
@@ -243,7 +244,8 @@ class Trainer:
     def fit(self, fresh: bool = False) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped.
 
-        Resumes from the last checkpoint of the run; with `fresh`, moves old checkpoints aside and starts from scratch.
+        Resumes from the last checkpoint of the run; with `fresh`, moves old checkpoints aside and starts from scratch. Raises
+        ConfigError if it would start from scratch with a model that an earlier `fit` has changed.
         """
         with self._open(fresh) as state:
             batches = self._looked_at(iter(self.loader))
@@ -322,6 +324,8 @@ class Trainer:
     @contextlib.contextmanager
     def _open(self, fresh: bool) -> Iterator[TrainState]:
         """Collective. Begin the run, and close what is open when the loop ends or raises."""
+        if fresh and self._has_begun:
+            raise ConfigError(messages.used_before("fit(fresh=True) starts from scratch"))
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status, raised = "ended by an exception", 1, True
@@ -362,6 +366,10 @@ class Trainer:
         if steps is not None:
             self.sync.check_length(steps)
         manifest = self.checkpoints.load_latest(state.parts, may_be_new=self._actions.named.keys())
+        if manifest is None and self._has_begun:
+            raise ConfigError(messages.used_before("there is no checkpoint to resume from"))
+        self._has_begun = True
+        self.meters.clear()  # an exception may have ended a step of the last `fit`
         check_synced(state.model, self.loader.fewest, self.world.world_size * self.loader.accumulate)  # it may have changed
         self.sync.follow()  # the checkpoint may freeze and unfreeze parameters
         if self._actions.stepped is not None and steps is not None:

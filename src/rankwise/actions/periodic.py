@@ -51,6 +51,10 @@ class Every:
         self.time_is_over = False
         self._last_s = 0.0
 
+    def begin(self, by_gate: bool) -> None:
+        """A loop begins, and so does the first interval in seconds."""
+        self.by_gate, self.time_is_over, self._last_s = by_gate, False, 0.0
+
     def __call__(self, state: TrainState) -> None:
         due = (
             (self._steps is not None and state.step % self._steps == 0)

@@ -37,11 +37,11 @@ class Moments:
     def begin(self) -> None:
         """Collective. Open the gate, if this is possible."""
         self._stop.open()
+        for action in self._timed:
+            action.begin(by_gate=self._stop.has_gate)
+        self._seen_s, self._rung = self._state.clock_s, ()
         if not self._stop.has_gate:
             return
-        for action in self._timed:
-            action.by_gate, action.time_is_over = True, False
-        self._rung = ()
         self._stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
 
     def _ring(self, which: Sequence[int]) -> None:

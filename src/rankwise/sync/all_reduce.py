@@ -337,6 +337,8 @@ class AllReduce:
         return {"trained": self._trained.state_dict(), **scale, **rights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reduction.take_home()  # of a step that an exception has ended: its gradients belong to no step after this
+        self._called = False
         if "trained" in state:  # older checkpoints do not have it
             self._trained.load_state_dict(state["trained"])
         if self._loss_scale is not None and "loss_scale" in state:

@@ -54,6 +54,11 @@ class Meters:
         for values in (*self._sums.values(), *self._counts.values()):
             del values[len(values) - times :]
 
+    def clear(self) -> None:
+        """Drop the values of all calls of `add` since the last reduction."""
+        for values in (*self._sums.values(), *self._counts.values()):
+            values.clear()
+
     def reduce(self) -> dict[str, Total]:
         """Collective: one all-reduce in float64. Return for each name the Total over all ranks since the last call."""
         return self.reduce_with_clock(0.0)[0]
@@ -63,8 +68,7 @@ class Meters:
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
         packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64)).tolist()
-        for values in (*self._sums.values(), *self._counts.values()):
-            values.clear()
+        self.clear()
         return {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}, packed[-1]
 
 

@@ -23,6 +23,14 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
     return [in_lines(line) for line in ([*lines, rate] if rate else lines)]
 
 
+def used_before(why: str) -> str:
+    """`why`: why a Trainer would start from scratch that has trained before."""
+    return (
+        f"{why}, and an earlier fit() has changed the model; create the model, the optimizer and the Trainer again, and call "
+        "fit() of that Trainer"
+    )
+
+
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
     """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
     saved = {name: _in_todays_words(value) for name, value in saved.items()}

@@ -122,3 +122,6 @@ class TrainState:
         self.stopped = state.get("stopped", False)
         self.stop_reason = state.get("stop_reason", "")
         self.metrics = dict(state["metrics"])
+        # Of the last `fit` with this object, if there was one:
+        self.epoch_ended = self.skipped = self.last = False
+        self.clock_s, self.measured, self._measured_at, self._noted_at = 0.0, {}, -1, -1
