@@ -57,7 +57,7 @@ def on_ranks(
     n: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     environ: Sequence[Mapping[str, str]] | None = None,
     init: Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -102,7 +102,7 @@ def _address() -> Iterator[dict[str, str]]:
 
 
 def scripts_on_ranks(
-    n: int, *argv: str, timeout_s: float = 60.0, launched: bool = False
+    n: int, *argv: str, timeout_s: float = 180.0, launched: bool = False
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `python argv` prints on each of n ranks (stdout has both streams), and how it ends; -9 if it was killed here.
 
