@@ -18,6 +18,7 @@ from ranks import on_ranks, scripts_on_ranks
 from torch.utils.data import DataLoader, Subset, random_split
 
 import rankwise
+from rankwise.data.kinds import reader_of
 from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
@@ -482,3 +483,38 @@ def test_a_dataset_may_have_more_files_than_a_process_may_open_at_first() -> Non
     assert (done.returncode, done.stdout) == (0, "1770.0\n"), done.stdout
     [done] = scripts_on_ranks(1, "reads.py", "110")
     assert done.stdout.endswith(".h5 cannot be read: at most 110 open files per process (ulimit -n)\n")
+
+
+class Shifted(HDF5Dataset):
+    """As a user augments samples: by its own way to read one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + 1000
+
+
+class ShiftedInOne(HDF5Dataset):
+    def __getitems__(self, indices: Any) -> Any:
+        return [sample + 1000 for sample in super().__getitems__(indices)]
+
+
+class Described(HDF5Dataset):
+    """A subclass that reads as its base does."""
+
+    def __repr__(self) -> str:
+        return "Described"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Shifted, ShiftedInOne])
+def test_a_subclass_that_reads_samples_in_its_own_way_is_read_in_that_way(
+    kind: type[HDF5Dataset], workers: int, tmp_path: Path
+) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        for y in range(4):
+            writer.add(y=y)
+    dataset = kind(tmp_path / "x.h5", fields="y")
+    for data, expected in ((dataset, [1000, 1001, 1002, 1003]), (Subset(dataset, [3, 1]), [1003, 1001])):
+        loader = rankwise.Loader(data, global_batch_size=4, shuffle=False, max_epochs=1, num_workers=workers)
+        assert [batch.tolist() for [batch] in loader] == [expected]
+        assert reader_of(data) is None
+    assert reader_of(Described(tmp_path / "x.h5")) is not None

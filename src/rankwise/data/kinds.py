@@ -17,6 +17,9 @@ from rankwise.errors import DataError
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 """Like np.empty."""
+_READS = frozenset({"__getitem__", "__getitems__"})
+_OF_READING = frozenset({"draws_nothing", "faster_without_workers"})
+"""Attributes about the way in which the class that has them reads samples."""
 Read = Callable[..., Any]
 """A function of indices, and `empty`."""
 
@@ -63,7 +66,7 @@ def reader_of(dataset: Any) -> Read | None:
 
 def _batch_reader(dataset: Any) -> Read | None:
     if type(dataset) is not Subset:
-        read = dataset.read_batch if _declares(dataset, "read_batch") else None
+        read = dataset.read_batch if _declares(dataset, "read_batch") and not _reads_anew(dataset, "read_batch") else None
         return read if read is None or "empty" in signature(read).parameters else partial(_without_empty, read)
     read = _batch_reader(dataset.dataset)
     return partial(_part, read, _table(dataset)) if read is not None else None
@@ -113,15 +116,30 @@ def draws_nothing(dataset: Any) -> bool:
 
 def promises(dataset: Any, attribute: str) -> bool:
     """Whether the dataset, or the one behind torch's Subset, declares this attribute, with a true value. Any other wrapper may
-    draw random numbers itself, whatever it wraps."""
+    draw random numbers itself, whatever it wraps; and so may a subclass that reads samples in another way."""
     while type(dataset) is Subset and not _declares(dataset, attribute):
         dataset = dataset.dataset
+    if attribute in _OF_READING and _reads_anew(dataset, attribute):
+        return False
     return _declares(dataset, attribute) and bool(getattr(dataset, attribute))
 
 
 def _declares(dataset: Any, attribute: str) -> bool:
     """Whether it has the attribute itself: not by a `__getattr__` that asks the dataset inside."""
     return hasattr(type(dataset), attribute) or attribute in getattr(dataset, "__dict__", {})
+
+
+def _reads_anew(dataset: Any, attribute: str) -> bool:
+    """Whether a subclass of the class with this attribute has its own way to read samples: then the attribute is not about
+    it."""
+    if attribute in getattr(dataset, "__dict__", {}):
+        return False
+    for kind in type(dataset).__mro__:
+        if attribute in vars(kind):
+            return False
+        if not _READS.isdisjoint(vars(kind)):
+            return True
+    return False
 
 
 def has_getitems(dataset: Any) -> bool:
