@@ -197,3 +197,107 @@ def test_more_than_2_to_31_rows(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "x.h5", fields="x")[rows - 1] == ord("c")
     last = HDF5Dataset(tmp_path / "x.h5", fields="x", lengths={"x": "n"})
     assert last[1].tolist() == last[[1]][0].tolist() == list(b"abc")
+
+
+# --- files that are read as h5py reads them
+
+
+def linked(path: Path) -> Path:
+    plain(path.with_name("other.h5"), x=np.arange(400.0), before=np.ones(7))
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.ExternalLink("other.h5", "x")
+        file["filling"] = np.full(3000, 9.0)
+    return path
+
+
+def linked_by_group(path: Path) -> Path:
+    with h5py.File(path.with_name("other.h5"), "w") as file:
+        file["deep/x"] = np.arange(400.0)
+    with h5py.File(path, "w") as file:
+        file["filling"] = np.full(3000, 9.0)
+        file["group"] = h5py.ExternalLink("other.h5", "deep")
+    return path
+
+
+def of_type(make: Callable[[], Any], compression: str | None) -> Callable[[Path], Path]:
+    """A file whose field x, 0 to 3, has an HDF5 type that NumPy does not have."""
+
+    def write(path: Path) -> Path:
+        with h5py.File(path, "w") as file:
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if compression is not None:
+                properties.set_chunk((2,))
+                properties.set_deflate(1)
+            dataset = h5py.h5d.create(file.id, b"x", make(), h5py.h5s.create_simple((4,)), properties)
+            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(4, dtype=np.int32 if "INT" in str(make) else np.float32))
+        return path
+
+    return write
+
+
+def brain_float() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def shifted_int() -> Any:
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_precision(24)
+    kind.set_offset(8)
+    return kind
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize("kind", [brain_float, shifted_int])
+def test_types_that_numpy_does_not_have_are_converted_by_hdf5(
+    kind: Callable[[], Any], compression: str | None, tmp_path: Path
+) -> None:
+    path = of_type(kind, compression)(tmp_path / "x.h5")
+    assert HDF5Dataset(path, fields="x")[:].tolist() == h5py.File(path)["x"][...].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("make", "name"), [(linked, "x"), (linked_by_group, "group/x")])
+def test_a_link_into_another_file_is_followed(make: Callable[[Path], Path], name: str, tmp_path: Path) -> None:
+    dataset = HDF5Dataset(make(tmp_path / "x.h5"), fields=name)
+    assert dataset[[399, 3]].tolist() == [399.0, 3.0]
+
+
+def written(path: Path, kind: str, others: int) -> None:
+    """Samples 0 to 3 in the field x, after `others` values of a field before it."""
+    with h5py.File(path.with_name("new"), "w") as file:
+        if others:
+            file["before"] = np.full((4, others), 7, np.int8)
+        content = ["abcd"[k] for k in range(4)] if kind == "text" else np.arange(4)
+        file.create_dataset("x", data=content, chunks=(2,) if kind == "chunks" else None)
+        file.create_dataset("y", data=np.zeros((4, others + 1)))
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("kind", ["map", "chunks"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_was_replaced_is_never_read_at_the_places_of_the_old_one(kind: str, workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    written(path, kind, 0)
+    dataset = HDF5Dataset(path, fields="x")
+    written(path, kind, 0)  # the same again: its rows are where they were
+    loader = rankwise.Loader(dataset, global_batch_size=4, shuffle=False, num_workers=workers, max_epochs=1)
+    assert [batch.tolist() for [batch] in loader.once()] == [[0, 1, 2, 3]]
+    dataset = HDF5Dataset(path, fields=["x", "y"])
+    written(path, kind, 1000)
+    loader = rankwise.Loader(dataset, global_batch_size=4, shuffle=False, num_workers=workers, max_epochs=1)
+    with pytest.raises(DataError, match=r"x.h5 was replaced after it was opened, and [xy] is not stored as before; create"):
+        list(loader)
+
+
+def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    written(tmp_path / "x.h5", "map", 0)
+    with h5py.File(tmp_path / "elsewhere" / "x.h5", "w") as file:
+        file["x"] = np.arange(100, 104)
+    monkeypatch.chdir(tmp_path)
+    datasets = [HDF5Dataset("x.h5", fields="x"), HDF5Dataset(["x.h5"], fields="x"), HDF5Dataset("x*.h5", fields="x")]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [dataset[:].tolist() for dataset in datasets] == [[0, 1, 2, 3]] * 3

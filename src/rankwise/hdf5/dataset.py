@@ -245,11 +245,16 @@ class HDF5Dataset:
         return f"HDF5Dataset({count(self._samples, 'sample')} in {count(len(self._starts) - 1, 'file')}: {fields})"
 
 
+def _absolute(path: str) -> str:
+    """The script may change its directory before a file is read."""
+    return path if is_remote(path) else os.path.abspath(path)
+
+
 def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
     """The files in the given order; those of a pattern sorted by name."""
     if not isinstance(files, str | os.PathLike):
-        return [os.fspath(path) for path in files]
-    path = os.fspath(files)
+        return [_absolute(os.fspath(path)) for path in files]
+    path = _absolute(os.fspath(files))
     if is_remote(path):
         found = expanded(path)
     elif not glob.has_magic(path) or Path(path).exists():

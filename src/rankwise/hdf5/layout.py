@@ -15,6 +15,8 @@ import contextlib
 import errno
 import io
 import math
+import os
+import platform
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +60,9 @@ class Stored:
 
     rows_of_entry: int = 1
     """How many rows one entry of the dataset's first axis has: more than one if a row here is a part of a row there."""
+
+    identity: tuple[str, int, int] | None = None
+    """Of the file that was looked at."""
 
     @property
     def is_mapped(self) -> bool:
@@ -218,9 +223,25 @@ def stored(file: Any, path: str, name: str) -> Stored:
     if dataset.ndim == 0:
         raise DataError(f"{path}: {name} is a single value; a field has one or more rows per sample")
     chunk_rows = dataset.chunks[0] if dataset.chunks else 0
-    # The offset of an external or empty dataset is missing or has no meaning.
-    offset = dataset.id.get_offset() if not dataset.external and dataset.dtype.kind != "O" else None
-    return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows)
+    # The offset of an external or empty dataset is missing or has no meaning; that of a link's target is one in another file.
+    is_here = not dataset.external and h5py.h5f.get_name(dataset.id) == h5py.h5f.get_name(file.id)
+    offset = dataset.id.get_offset() if is_here and has_bytes_of_numpy(dataset) else None
+    return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows, identity=identity_of(path))
+
+
+def has_bytes_of_numpy(dataset: Any) -> bool:
+    """Whether each element is stored as numpy has it in memory: bfloat16, an integer of 24 bits and some enums are not."""
+    h5py = need_h5py()
+    kind = dataset.dtype
+    return kind.kind != "O" and bool(h5py.h5t.py_create(kind, logical=True) == dataset.id.get_type())
+
+
+def identity_of(path: str) -> tuple[str, int, int] | None:
+    """(host, inode, bytes): changes if the file is replaced. None for a URL."""
+    if is_remote(path):
+        return None
+    found = os.stat(path)
+    return platform.node(), found.st_ino, found.st_size
 
 
 def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:

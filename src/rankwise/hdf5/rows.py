@@ -17,6 +17,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import Stored, explained, nbytes, open_file, opened
+from rankwise.hdf5.layout import Stored, explained, has_bytes_of_numpy, identity_of, nbytes, open_file, opened, stored
 from rankwise.hdf5.read_ahead import Ranges
 from rankwise.host import processes
 
@@ -124,6 +125,21 @@ class _Lazy(ABC):
     def _open(self) -> Any: ...
 
 
+def _check_same(where: Stored) -> None:
+    """Raises DataError if the file was replaced after its layout was read, by one in which the rows are elsewhere."""
+    with explained(where.file):
+        if identity_of(where.file) == where.identity:
+            return
+    with opened(where.file) as file:
+        now = stored(file, where.file, where.name)
+    now = now.by_second_axis() if where.rows_of_entry > 1 else now
+    if replace(now, identity=where.identity) != where:
+        raise DataError(
+            f"{where.file} was replaced after it was opened, and {where.name} is not stored as before; create the dataset "
+            "again, and write new data to another file"
+        )
+
+
 class MappedRows(_Lazy):
     """Rows that are stored one after the other in the file. The file's length is checked before each gather: if the file has
     become shorter, reading the map behind its end would kill the process (SIGBUS)."""
@@ -170,23 +186,24 @@ class MappedRows(_Lazy):
         rows: Array
         mapped, rows = self._opened or self._now()  # also after a fork
         if (size := mapped.size() if mapped is not None else 0) < self._end:
-            stored = self._stored
+            where = self._stored
             raise DataError(
-                f"{stored.file} was shortened to {size} bytes after it was opened, and {stored.name} ends at byte "
-                f"{stored.end}; make it again under another name and rename it, so nobody reads half a file"
+                f"{where.file} was shortened to {size} bytes after it was opened, and {where.name} ends at byte "
+                f"{where.end}; make it again under another name and rename it, so nobody reads half a file"
             )
         return rows
 
     def _open(self) -> tuple[mmap.mmap | None, Array]:
-        stored = self._stored
+        where = self._stored
         try:
-            with open(stored.file, "rb") as file:
-                if os.fstat(file.fileno()).st_size < stored.end:
+            with open(where.file, "rb") as file:
+                if os.fstat(file.fileno()).st_size < where.end:
                     return None, np.empty(0)  # `_checked` raises the error
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DataError(f"{stored.file} cannot be read: {processes.shortage(error) or error.strerror or error}") from None
-        return mapped, np.ndarray(stored.shape, stored.dtype, mapped, stored.offset or 0)
+            raise DataError(f"{where.file} cannot be read: {processes.shortage(error) or error.strerror or error}") from None
+        _check_same(where)
+        return mapped, np.ndarray(where.shape, where.dtype, mapped, where.offset or 0)
 
 
 class BlockRows(_Lazy):
@@ -261,6 +278,7 @@ class BlockRows(_Lazy):
     def _open(self) -> tuple[Any, Any]:
         with explained(self._stored.file):
             file = open_file(self._stored.file)
+            _check_same(self._stored)
             return file, _reader(file[self._stored.name])
 
 
@@ -268,7 +286,7 @@ def _reader(dataset: Any) -> Callable[[int, int], Array]:
     """The function that reads all entries of a chunk, from its first entry to the one after its last."""
     settings = dataset.id.get_create_plist()
     filters = [settings.get_filter(k)[0] for k in range(settings.get_nfilters())]
-    if filters == [_GZIP] and dataset.chunks[1:] == dataset.shape[1:]:
+    if filters == [_GZIP] and dataset.chunks[1:] == dataset.shape[1:] and has_bytes_of_numpy(dataset):
         return partial(_unzipped, dataset, dataset.chunks, dataset.dtype)
     return lambda start, stop: dataset[start:stop]
 
@@ -305,13 +323,14 @@ class TextRows(_Lazy):
             to[:length] = values[start : start + length]
 
     def _open(self) -> Array:
-        stored = self._stored
-        with opened(stored.file) as file:
-            values = file[stored.name][...].reshape(-1).tolist()
+        where = self._stored
+        _check_same(where)
+        with opened(where.file) as file:
+            values = file[where.name][...].reshape(-1).tolist()
         found = np.empty(len(values), object)
         for at, value in enumerate(values):
             found[at] = self._text(at, value)
-        return found.reshape(stored.shape)
+        return found.reshape(where.shape)
 
     def _text(self, at: int, value: str | bytes) -> str:
         try:
