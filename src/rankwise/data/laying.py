@@ -39,6 +39,13 @@ class CannotLieThereError(Exception):
         self.needed = needed
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, as they are in memory: torch's pickles lose that a tensor is conjugate or negative."""
+    if not tensor.is_complex() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_conj().resolve_neg()
+
+
 class Laying(ForkingPickler):
     """Writes one message into a buffer."""
 
@@ -82,9 +89,10 @@ class Laying(ForkingPickler):
         return self._seen[id(value)][1]
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        tensor = self._resolved(tensor)
         number = _NUMBER.get(tensor.dtype)
         is_plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_nested or tensor.requires_grad)
-        if number is None or not is_plain or tensor.is_conj() or tensor.is_neg() or any(getattr(tensor, "names", ())):
+        if number is None or not is_plain or any(getattr(tensor, "names", ())):
             raise CannotLieThereError
         shape, stride = tuple(tensor.shape), tensor.stride()
         if not tensor.numel():
@@ -92,6 +100,12 @@ class Laying(ForkingPickler):
         spanned = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = spanned * tensor.itemsize
         return number, shape, stride, size, self._place(tensor, size)
+
+    def _resolved(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = resolved(tensor)
+        if found is not tensor:
+            self._seen[id(found)] = found, None  # no other tensor may get its memory before the message is written
+        return found
 
     def _place(self, tensor: torch.Tensor, size: int) -> int:
         """The place of the tensor's bytes in the buffer, from its first element to its last."""

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
-from rankwise.data.laying import CannotLieThereError, Laying, loads
+from rankwise.data.laying import CannotLieThereError, Laying, loads, resolved
 
 _FIRST = 1 << 24  # bytes of a slot before the first batch: pages that nobody writes cost nothing
 _SPARE = 1.25  # room to grow, for batches of uneven length
@@ -294,8 +295,15 @@ class _Long:
 
 def _plain(message: Any) -> bytes:
     """The frame that torch's own queue would send."""
-    body = bytes(ForkingPickler.dumps(message))
-    return body if len(body) <= _MESSAGE else bytes(ForkingPickler.dumps(_Long(body)))
+    body = bytes(_Pickler.dumps(message))
+    return body if len(body) <= _MESSAGE else bytes(_Pickler.dumps(_Long(body)))
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and (found := resolved(value)) is not value:
+            return reduce_tensor(found)  # type: ignore[no-untyped-call]
+        return NotImplemented
 
 
 def _loaded(frame: bytes, slot: _Slot | None, copy: bool = False) -> Any:
