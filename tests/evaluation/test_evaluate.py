@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankError, on_ranks
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from trainers import trainer_of
 
 import rankwise
@@ -204,6 +205,13 @@ class Merged(Words):
             self.words |= other.words
 
 
+class Moves(Merged):
+    """It has a `to` of its own, which returns nothing."""
+
+    def to(self, device: Any) -> None:
+        self.device = device
+
+
 class Communicates(Words):
     def compute(self) -> int:
         return len(set().union(*rankwise.all_gather_object(self.words)))
@@ -231,7 +239,7 @@ def distinct(kind: type[Words], samples: int = 29) -> tuple[dict[str, float], li
     return figures(samples, eval_fn, {"words": words}), seen
 
 
-@pytest.mark.parametrize("kind", [Merged, Communicates])
+@pytest.mark.parametrize("kind", [Merged, Moves, Communicates])
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_object_of_ones_own_is_merged_or_communicates_itself(kind: type[Words], n: int) -> None:
     for samples in SIZES:
@@ -268,6 +276,63 @@ def test_two_figures_of_one_name_are_an_error() -> None:
         figures(3, lambda model, batch: {"x": (1.0, 1)}, {"x": Merged()})
     with pytest.raises(StepError, match="the function of Evaluate returned NoneType"):
         figures(3, lambda model, batch: None, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "NoneType for 'x', which is not a number"),
+        ("3", "str for 'x', which is not a number"),
+        (1j, "complex for 'x', which is not a number"),
+        (np.arange(2), "ndarray for 'x', which is not a number"),
+        (torch.tensor(1j), "a complex number for 'x'"),
+    ],
+)
+def test_what_is_not_one_real_number_is_an_error_at_the_first_batch(value: Any, said: str) -> None:
+    calls: list[int] = []
+
+    def fn(model: Any, batch: Any) -> Any:
+        calls.append(1)
+        return {"x": (value, 1)}
+
+    with pytest.raises(StepError, match=f"the function of Evaluate returned {said}; return a mapping of pairs"):
+        figures(29, fn, None)
+    assert calls == [1]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert figures(3, lambda model, batch: {"x": (np.float32(2.5), np.array(2)), "y": (np.bool_(True), 1)}, None) == {
+        "eval_x": 1.25, "eval_y": 1.0,
+    }  # fmt: skip
+
+
+class OfRank(IterableDataset[Any]):
+    """Rank r has 3 + r samples."""
+
+    split_by_rank = True
+
+    def __iter__(self) -> Any:
+        yield from (torch.tensor(10 * comm.rank() + k) for k in range(3 + comm.rank()))
+
+
+def seen_on_all_ranks(split: bool) -> list[int]:
+    comm.init()
+    dataset, settings = (OfRank(), {"uneven": "pad"}) if split else (data(29), {"drop_last": True})
+    seen: list[int] = []
+
+    def fn(model: Any, batch: Any) -> Any:
+        numbers = batch if split else batch[2]
+        seen.extend(numbers.tolist())
+        return {"n": (len(numbers), 1)}
+
+    Evaluate(rankwise.Loader(dataset, global_batch_size=4, **settings), fn).figures(nn.Identity())
+    return sorted(n for numbers in comm.all_gather_object(seen) for n in numbers)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_evaluation_sees_each_sample_once_also_where_the_training_drops_and_repeats(n: int) -> None:
+    assert on_ranks(n, seen_on_all_ranks, False) == [list(range(29))] * n
+    assert on_ranks(n, seen_on_all_ranks, True) == [[0, 1, 2, 10, 11, 12, 13][: 3 + 4 * (n - 1)]] * n
 
 
 def test_a_count_may_be_a_tensor_of_one_number_and_of_no_more() -> None:

@@ -51,6 +51,7 @@ LOADERS: dict[str, dict[str, Any]] = {
     "accumulated": {"global_batch_size": 7, "shuffle": False, "accumulate": 3},
     "shuffled": {"global_batch_size": 7},
     "by tokens": {"batches": rankwise.LengthBatches(global_tokens=40, lengths=lambda index: 1 + index % 11)},
+    "without the last": {"global_batch_size": 7, "drop_last": True},
     "workers": {"global_batch_size": 7, "shuffle": False, "workers": 1},
 }
 
@@ -62,6 +63,8 @@ def predicted(on: str) -> list[str]:
     model = nn.Linear(1, 1)
     for samples in (SAMPLES, 1):
         for name, settings in LOADERS.items():
+            if samples < 7 and "drop_last" in settings:
+                continue  # an error: it would drop all
             loader = rankwise.Loader(data(samples), max_epochs=1, **settings)
             answer = rankwise.predict(all_kinds, model, loader, on=on)
             assert model.training
@@ -74,7 +77,9 @@ def predicted(on: str) -> list[str]:
 @pytest.mark.parametrize(("n", "on"), [(1, "main"), (2, "all"), (3, "main")])
 def test_predictions_come_in_the_order_of_the_dataset_each_once(n: int, on: str) -> None:
     for rank, answered in enumerate(on_ranks(n, predicted, on)):
-        assert answered == ([*LOADERS, *LOADERS] if rank == 0 or on == "all" else [])
+        assert answered == (
+            [*LOADERS, *(name for name in LOADERS if name != "without the last")] if rank == 0 or on == "all" else []
+        )
 
 
 class Stream(IterableDataset[Any]):

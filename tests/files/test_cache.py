@@ -113,6 +113,17 @@ def test_a_copy_that_is_not_whole_is_made_again(tmp_path: Path, server: FileServ
     assert Path(path).read_bytes() == bytes([1]) * SIZE
 
 
+def test_a_copy_that_is_not_whole_and_in_use_is_left_alone_and_the_source_is_read(
+    tmp_path: Path, server: FileServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = FileCache(tmp_path / "here")
+    [path] = user.paths([server.url("x1.bin")])
+    os.truncate(path, 1000)
+    assert FileCache(tmp_path / "here").paths([server.url("x1.bin")]) == [server.url("x1.bin")]
+    assert f"{path} is incomplete, and another process uses it; 1 file of 1 are read without" in capsys.readouterr().out
+    assert user.paths([]) == []
+
+
 def test_a_file_that_is_changed_while_it_is_copied_is_an_error_and_nothing_is_left(
     tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,16 @@ class Loader:
         other._batching = copy.copy(self._batching)
         return other
 
+    def of_all(self) -> Loader:
+        """Like `once`, and with every sample: nothing is dropped or repeated. Evaluate and predict use it."""
+        other = self.once()
+        if other.drop_last or other._uneven is not None:
+            other.drop_last = False
+            other._uneven = "join" if other._uneven is not None else None
+            other._batching = other._cut()
+            vars(other).pop("_stream", None)
+        return other
+
     def over(self, dataset: Any) -> Loader:
         """A Loader of one pass in order over other data, cut and collated like this one. Evaluate and predict use it.
 

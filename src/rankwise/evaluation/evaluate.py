@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -124,7 +125,7 @@ class Evaluate:
                 f"Evaluate({type(self.data).__name__}): in your own loop, give it a Loader: "
                 "rankwise.Loader(dataset, global_batch_size=..., shuffle=False)"
             )
-        return self._loader.once()
+        return self._loader.of_all()
 
     def figures(
         self, model: nn.Module | None = None, sync: SyncStrategy | None = None, batches: Iterable[list[Any]] | None = None
@@ -187,12 +188,18 @@ def _no_figures(what: str) -> StepError:
     )
 
 
-def _kept(value: float | torch.Tensor, name: str) -> float | torch.Tensor:
+def _kept(value: Any, name: str) -> float | torch.Tensor:
     """A copy in float64, because the function may overwrite its tensor in the next batch. Does not wait for a device."""
     if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1:
-        raise _no_figures(f"a tensor of shape {tuple(value.shape)} for {name!r}")
+        try:
+            if isinstance(value, str | bytes) or np.iscomplexobj(value):
+                raise TypeError
+            return float(value)
+        except (TypeError, ValueError):
+            raise _no_figures(f"{type(value).__name__} for {name!r}, which is not a number") from None
+    if value.numel() != 1 or value.is_complex():
+        what = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
+        raise _no_figures(f"{what} for {name!r}")
     return value.detach().to(torch.float64, copy=True).reshape(())
 
 

@@ -189,7 +189,11 @@ def _quietly(compute: Callable[[], Any]) -> Any:
 
 
 def _travelling(metric: Any) -> Any:
-    return copy.deepcopy(metric).to("cpu") if hasattr(metric, "to") else metric
+    if not hasattr(metric, "to"):
+        return metric
+    copied = copy.deepcopy(metric)
+    moved = copied.to("cpu")
+    return moved if moved is not None else copied  # a `to` that moves the object itself may return nothing
 
 
 def _merge(metric: Any, told: Sequence[Any]) -> None:

@@ -58,7 +58,7 @@ def predict(
         raise ConfigError(
             "predict() needs one order of all samples, and each rank reads a stream of its own; give one that all ranks share"
         )
-    loader = loader.once()
+    loader = loader.of_all()
     mine: list[Part] = []
     told: list[Part] = []
 

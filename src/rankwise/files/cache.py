@@ -194,7 +194,8 @@ def _use(path: Path, expected: int | None) -> _Use | None:
         return None
     if expected is not None and os.fstat(fd).st_size != expected:
         del use
-        _remove(path)
+        if not _remove(path):
+            raise OSError(errno.EBUSY, f"{path} is incomplete, and another process uses it")
         return None
     with contextlib.suppress(OSError):
         os.utime(fd)
@@ -211,11 +212,12 @@ def _alone(path: Path, flags: int = 0) -> Iterator[int | None]:
         os.close(fd)
 
 
-def _remove(path: Path) -> None:
-    """Remove the file if no process uses it."""
+def _remove(path: Path) -> bool:
+    """Remove the file if no process uses it; whether it is gone."""
     with contextlib.suppress(OSError), _alone(path) as fd:
         if fd is not None:
             path.unlink()
+    return not path.exists()
 
 
 def _locked(fd: int, how: int) -> bool:
