@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -242,6 +243,20 @@ def test_a_killed_training_process_leaves_no_worker_and_no_shared_file(tmp_path:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert shared_files([str(training.pid), *workers]) == []
+
+
+def test_a_worker_that_starts_after_the_death_of_its_training_exits() -> None:
+    """torch's check compares the parent with the one that the worker's loop began with."""
+    made = ring.Ring(lambda error: error)
+    waits = ring._Queue(made)
+    made._owner = os.getppid()
+    with pytest.raises(queue.Empty):
+        waits.get(timeout=0.01)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    made._owner = gone.pid
+    with pytest.raises(SystemExit):
+        waits.get(timeout=0.01)
 
 
 def test_no_descriptor_is_left_when_a_loader_is_done() -> None:

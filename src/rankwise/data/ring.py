@@ -111,6 +111,17 @@ class Ring:
         """Whether this is the training process."""
         return os.getpid() == self._owner
 
+    def check_owner(self) -> None:
+        """In a worker: exit if the training process is gone. torch's own check compares the parent with the one at the start
+        of the worker's loop, so it never notices a parent that was killed before that."""
+        if not self.is_mine:
+            try:
+                os.kill(self._owner, 0)
+            except ProcessLookupError:
+                raise SystemExit(1) from None
+            except PermissionError:  # it is there, as another user
+                pass
+
     # --- in the training process
 
     def request(self, message: Any) -> bytes:
@@ -261,6 +272,7 @@ class _Queue:
         try:
             frame = self._reader.recv(_HEADER.size + _MESSAGE)
         except TimeoutError:
+            self._ring.check_owner()
             raise queue.Empty from None
         return self._ring.answered(frame) if self._ring.is_mine else self._ring.asked(frame)
 

@@ -190,6 +190,8 @@ def _no_figures(what: str) -> StepError:
 
 def _kept(value: Any, name: str) -> float | torch.Tensor:
     """A copy in float64, because the function may overwrite its tensor in the next batch. Does not wait for a device."""
+    if type(value) is int or type(value) is float:
+        return value
     if not isinstance(value, torch.Tensor):
         try:
             if isinstance(value, str | bytes) or np.iscomplexobj(value):
