@@ -8,10 +8,12 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import rankwise
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.sync import AllReduce
+from rankwise.sync import AllReduce, LocalSGD
 from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import buffers_kept, check_synced, check_unwrapped, give_own_elements
 
@@ -113,6 +115,25 @@ def evaluated() -> bool:
     with AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).averaged():
         model(torch.randn(4, 2))
     return model.seen is before and bool(before == 0)
+
+
+def evaluated_and_predicted(sync: Any) -> list[bool]:
+    """Whether the buffer is as before: after an evaluation, a prediction."""
+    comm.init()
+    model = Replaces()
+    strategy = sync.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before, kept = model.seen, []
+    loader = rankwise.Loader(TensorDataset(torch.randn(8, 2)), global_batch_size=4, shuffle=False, max_epochs=1)
+    rankwise.Evaluate(loader, lambda model, batch: {"y": (model(batch[0]).sum(), 1)}).figures(model, strategy)
+    kept.append(model.seen is before and bool(before == 0))
+    rankwise.predict(lambda model, batch: model(batch[0]), model, loader)
+    return [*kept, model.seen is before and bool(before == 0)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", [AllReduce, LocalSGD])
+def test_an_evaluation_and_a_prediction_leave_the_buffers_that_a_forward_pass_replaces(kind: Any, n: int) -> None:
+    assert on_ranks(n, evaluated_and_predicted, kind()) == [[True, True]] * n
 
 
 def test_a_look_at_means_and_an_evaluation_on_two_ranks_leave_the_buffers_that_a_forward_pass_replaces() -> None:

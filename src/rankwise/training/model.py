@@ -93,9 +93,9 @@ def begin_training(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards each module has its own mode again. Random numbers drawn inside do
-    not change the training's streams."""
-    with unmoved(model):
+    """Inside, the model is in evaluation mode; afterwards each module has its own mode again, and each buffer its value. Random
+    numbers drawn inside do not change the training's streams."""
+    with unmoved(model), buffers_kept(model):
         model.eval()
         yield
 
