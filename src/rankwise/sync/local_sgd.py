@@ -282,12 +282,12 @@ class LocalSGD:
     def _add_missing_state(self) -> None:
         """Collective. The optimizer's state for a parameter that only other ranks have stepped: zeros."""
         named, state = self._local.named_parameters(), self._optimizer.state
-        mine = {n: {key: _form_of(value) for key, value in state[p].items()} for n, p in named.items() if state.get(p)}
+        mine = {n: {key: _outline_of(value) for key, value in state[p].items()} for n, p in named.items() if state.get(p)}
         for theirs in comm.all_gather_object(mine):
             for name, forms in theirs.items():
                 if name in named and not state.get(parameter := named[name]):
                     state[parameter] = {
-                        key: form.zeros(parameter) if isinstance(form, _Form) else form for key, form in forms.items()
+                        key: form.zeros(parameter) if isinstance(form, _Outline) else form for key, form in forms.items()
                     }
 
     # --- what evaluation and saves see
@@ -410,7 +410,7 @@ class LocalSGD:
         self._weight, self._skipped = state["weight"], state["skipped"]
 
 
-class _Form(NamedTuple):
+class _Outline(NamedTuple):
     """A tensor without its elements."""
 
     tensor: torch.Tensor
@@ -421,8 +421,8 @@ class _Form(NamedTuple):
         return torch.zeros_like(self.tensor, device=device)
 
 
-def _form_of(value: Any) -> Any:
-    return _Form(value.to("meta"), value.device.type) if isinstance(value, torch.Tensor) else value
+def _outline_of(value: Any) -> Any:
+    return _Outline(value.to("meta"), value.device.type) if isinstance(value, torch.Tensor) else value
 
 
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
