@@ -225,9 +225,48 @@ def test_indices_are_those_of_a_sequence(tmp_path: Path) -> None:
     assert [dataset[-1].item(), dataset[np.int64(2)].item()] == [4, 2]
     assert dataset[1:4].tolist() == [1, 2, 3]
     assert dataset[torch.tensor([4, -5])].tolist() == [4, 0]
+    assert dataset[[]].tolist() == []
     for wrong in (5, -6, [0, 5]):
         with pytest.raises(IndexError, match="not in a dataset of 5 samples"):
             dataset[wrong]
+
+
+@pytest.mark.parametrize("one", [torch.tensor(3), np.array(3), np.array(-2, "i1"), np.uint64(3)])
+def test_an_index_without_an_axis_is_one_sample(tmp_path: Path, one: Any) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(10).reshape(5, 2)), fields="x")
+    assert dataset[one].tolist() == [6, 7]
+    assert dataset[one.reshape(1)].tolist() == [[6, 7]]
+
+
+def test_a_subset_by_a_tensor_gives_the_batches_of_torch(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(10).reshape(5, 2)), fields="x")
+    [batch] = DataLoader(Subset(dataset, torch.tensor([4, 2, 0])), batch_size=3)  # type: ignore[arg-type]
+    assert batch.tolist() == [[8, 9], [4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_bools_choose_samples(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(4)), fields="x")
+    assert dataset[kind([False, False, True, True])].tolist() == [2, 3]
+    assert dataset[kind([False] * 4)].tolist() == []
+    for wrong, said in (([True, False, True], "3 bools"), ([[True] * 4], "1x4 bools")):
+        with pytest.raises(IndexError, match=f"the index has {said}, but the dataset has 4 samples; give one per sample"):
+            dataset[kind(wrong)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [1.5, [0.9, 2.9], np.array(1.0), torch.tensor([1.0]), torch.tensor(1.0), None, "x", ["0"], [[0], [1, 2]], np.True_]
+)
+def test_an_index_that_is_no_integer_is_a_type_error(tmp_path: Path, wrong: Any) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(4)), fields="x")
+    with pytest.raises(TypeError, match="the index of a sample must be an integer; got"):
+        dataset[wrong]
+
+
+@pytest.mark.parametrize("beyond", [2**63, 10**30, np.array([2**64 - 1], "u8")])
+def test_an_index_that_int64_cannot_hold_is_out_of_range(tmp_path: Path, beyond: Any) -> None:
+    with pytest.raises(IndexError, match="not in a dataset of 4 samples"):
+        HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(4)))[beyond]
 
 
 def test_several_files_are_one_dataset_in_the_order_of_their_names(tmp_path: Path) -> None:

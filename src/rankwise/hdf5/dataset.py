@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rankwise.errors import ConfigError, DataError
@@ -27,7 +29,7 @@ from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host import machine
-from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
+from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, shown, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
@@ -153,14 +155,16 @@ class HDF5Dataset:
         return max(int(_TOGETHER_BYTES // max(one.sample_bytes for one in self._columns.values())), 1), _TOGETHER
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample as it is stored. A list, an array or a slice gives a batch. Raises IndexError."""
-        if isinstance(index, int | np.integer):
-            [at] = self._checked(np.array([index]))
+        """A sample as it is stored. A list, an array or a slice gives a batch; bools, one per sample, choose the samples of a
+        batch. Raises IndexError, and TypeError for an index that is not an integer."""
+        number = _number(index)
+        if number is not None:
+            [at] = self._checked(np.array([number]))
             file = int(np.searchsorted(self._starts, at, "right")) - 1
             return self._formed(lambda name: self._columns[name].sample(int(at), file, int(at - self._starts[file])))
         if isinstance(index, slice):
-            index = np.arange(*index.indices(self._samples))
-        return self.read_batch(self._checked(np.asarray(index, dtype=np.int64).reshape(-1)))
+            return self.read_batch(np.arange(*index.indices(self._samples)))
+        return self.read_batch(self._checked(self._numbers(index)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A list of samples, for torch's DataLoader; `collate` makes a batch of them."""
@@ -234,10 +238,30 @@ class HDF5Dataset:
             return found
         return found[self._form] if isinstance(self._form, str) else tuple(found.values())
 
-    def _checked(self, indices: Indices) -> Indices:
+    def _numbers(self, index: Any) -> npt.NDArray[Any]:
+        """The samples of a batch by their numbers, which may be negative or too large."""
+        try:
+            found = np.asarray(index)
+        except ValueError:  # lists of different lengths
+            found = np.array(None)
+        if found.dtype == bool and found.ndim:
+            if found.shape != (self._samples,):
+                shape = "x".join(map(str, found.shape))
+                raise IndexError(
+                    f"the index has {shape} bools, but the dataset has {self._samples} samples; give one per sample"
+                )
+            return np.flatnonzero(found)
+        if found.size and (found.dtype.kind not in "iu" or not found.ndim):
+            raise TypeError(
+                f"the index of a sample must be an integer; got {shown(index)}; give an integer, a slice, or a list of integers"
+            )
+        return found.reshape(-1)
+
+    def _checked(self, numbers: npt.NDArray[Any]) -> Indices:
         """The indices from 0 on: negative ones count from the end."""
-        if len(indices) and not (-self._samples <= indices.min() and indices.max() < self._samples):
-            raise IndexError(f"samples {indices.min()} to {indices.max()} are not in a dataset of {self._samples} samples")
+        if len(numbers) and not (-self._samples <= numbers.min() and numbers.max() < self._samples):
+            raise IndexError(f"samples {numbers.min()} to {numbers.max()} are not in a dataset of {self._samples} samples")
+        indices = numbers.astype(np.int64, copy=False)
         return np.where(indices < 0, indices + self._samples, indices)
 
     def __repr__(self) -> str:
@@ -248,6 +272,16 @@ class HDF5Dataset:
 def _absolute(path: str) -> str:
     """The script may change its directory before a file is read."""
     return path if is_remote(path) else os.path.abspath(path)
+
+
+def _number(index: Any) -> int | None:
+    """The index of one sample; None for any other index."""
+    if getattr(index, "ndim", 0):  # a tensor of one number also converts to an int, but it stands for a batch
+        return None
+    try:
+        return operator.index(index)
+    except TypeError:
+        return None
 
 
 def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
