@@ -196,6 +196,23 @@ def test_fields_say_what_a_batch_is_made_of(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "x.h5", fields=("label",))[1] == (1,)
 
 
+@pytest.mark.parametrize("name", ["features", "/features", "./features", "//features/", "label/../features"])
+def test_each_name_that_hdf5_has_for_a_field_means_the_same(tmp_path: Path, name: str) -> None:
+    _, sequences = uneven(tmp_path / "x.h5")
+    one = HDF5Dataset(tmp_path / "x.h5", name, pad={name: -1}, length_of=name)
+    assert np.array_equal(one[[4, 8]].numpy(), padded([sequences[4], sequences[8]], -1))
+    assert one.lengths.tolist() == list(map(len, sequences))
+    features, lengths = HDF5Dataset(tmp_path / "x.h5", fields=[name, "/features_lengths"])[[4, 8]]
+    assert (features.shape, lengths.tolist()) == ((2, 8, 3), [4, 8])
+    path = file_of(tmp_path / "y.h5", features=np.arange(6.0), many=np.array([1, 0, 5]), label=np.arange(3))
+    assert HDF5Dataset(path, lengths={name: "/many"})[:]["features_lengths"].tolist() == [1, 0, 5]
+
+
+def test_lengths_may_have_a_field_that_is_not_read(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.h5", rows=np.arange(6.0), how_many=np.array([1, 0, 5]), label=np.arange(3))
+    assert HDF5Dataset(path, fields="label", lengths={"rows": "how_many"})[2] == 2
+
+
 def test_datasets_in_groups_and_others_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
@@ -404,6 +421,17 @@ def test_a_collate_function_gets_samples(tmp_path: Path) -> None:
     [
         (lambda path: HDF5Dataset(path, fields=["label", "label_lengths"]), "all samples of label have the same length"),
         (lambda path: HDF5Dataset(path, length_of="label"), "length_of='label': the fields with lengths are features"),
+        (lambda path: HDF5Dataset(path, fields=["label", "features", "/label"]), "fields has label twice; give each name once"),
+        (lambda path: HDF5Dataset(path, fields=["label", 1]), "give a field's name, or a list of names"),
+        (
+            lambda path: HDF5Dataset(path, lengths={"feature": "label"}),
+            "lengths has the field 'feature', which is not in the file; there are features, label",
+        ),
+        (lambda path: HDF5Dataset(path, lengths={"features": 1}), 'give names by the fields\' names: {"features":'),
+        (
+            lambda path: HDF5Dataset(path, pad={"feature": 1}),
+            "pad has the field 'feature', which this dataset does not read; its fields are features, label",
+        ),
         (lambda path: HDF5Dataset([]), "give a path, a pattern"),
         (lambda path: HDF5Dataset(path, pad="x"), "a number, or numbers by the fields' names"),
     ],

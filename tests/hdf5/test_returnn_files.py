@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise.errors import DataError
+from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
 
 LENGTHS = [3, 0, 5]
@@ -111,6 +111,12 @@ def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -
     path = write(tmp_path / "x.hdf", {"classes": np.arange(8)}, np.arange(8), [[n, n] for n in LENGTHS])
     with pytest.raises(DataError, match="has no field words; the fields of this file of RETURNN are data, classes, tag"):
         HDF5Dataset(path, fields=["data", "words"])
+
+
+def test_lengths_are_not_an_argument_for_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.hdf", {"classes": np.arange(8)}, np.arange(8), [[n, n] for n in LENGTHS])
+    with pytest.raises(ConfigError, match="a file of RETURNN has its own in seqLengths; remove lengths"):
+        HDF5Dataset(path, lengths={"data": "seqLengths"})
 
 
 def test_what_we_write_has_returnns_layout(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import operator
 import os
+import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -29,7 +30,7 @@ from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host import machine
-from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, shown, takes
+from rankwise.host.arguments import PATH, TEXT, Argument, shown, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
@@ -44,7 +45,14 @@ _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
     "a path, a pattern ('data/train-*.h5'), or a list of paths",
 )
-_FIELDS = Argument(lambda v: isinstance(v, str | Sequence) and len(v) > 0, "a field's name, or a list of names")
+_FIELDS = Argument(
+    lambda v: isinstance(v, str | Sequence) and len(v) > 0 and all(isinstance(name, str) for name in v),
+    "a field's name, or a list of names",
+)
+_LENGTHS = Argument(
+    lambda v: isinstance(v, Mapping) and all(isinstance(name, str) for pair in v.items() for name in pair),
+    'names by the fields\' names: {"features": "feature_lengths"}',
+)
 _PAD = Argument(lambda v: isinstance(v, Mapping | int | float), "a number, or numbers by the fields' names")
 
 
@@ -70,7 +78,7 @@ class HDF5Dataset:
 
     draws_nothing = True
 
-    @takes(files=_FILES, fields=_FIELDS.or_none, lengths=MAPPING.or_none, pad=_PAD, length_of=TEXT.or_none, cache=PATH.or_none)
+    @takes(files=_FILES, fields=_FIELDS.or_none, lengths=_LENGTHS.or_none, pad=_PAD, length_of=TEXT.or_none, cache=PATH.or_none)
     def __init__(
         self,
         files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -81,24 +89,25 @@ class HDF5Dataset:
         length_of: str | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._form = fields if fields is None or isinstance(fields, str) else tuple(fields)
-        asked = [fields] if isinstance(fields, str) else fields
+        asked = _names(fields)
+        self._form = asked[0] if asked is not None and isinstance(fields, str) else asked
+        lengths_of = {_name(field): _name(dataset) for field, dataset in (lengths or {}).items()}
         self._files = _paths(files)
         self._cache = FileCache(cache) if cache is not None else None
         with self._named_by_source():
             self._files = self._cache.paths(self._files) if self._cache is not None else self._files
-            layouts = alike([read(path, asked, lengths or {}) for path in self._files])
+            layouts = alike([read(path, asked, lengths_of) for path in self._files])
         self._starts = np.cumsum([0, *(layout.samples for layout in layouts)])
         self._samples = int(self._starts[-1])
         if self._samples == 0:
             raise DataError(f"{listed((layout.file for layout in layouts), 3)}: the dataset has no samples")
-        of = dict(pad) if isinstance(pad, Mapping) else dict.fromkeys(layouts[0].fields, pad)
+        of = _by_field(pad, list(layouts[0].fields))
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
         machine.allow_open_files(len(layouts) * len(self._columns) + _OTHER_FILES)  # each stays open once it was read
         self._given = self._named(asked)
         self._are_even = not any(self._columns[field].uneven for field, _ in self._given.values())
         self._fields = tuple(dict.fromkeys(field for field, _ in self._given.values()))
-        self._length_of = self._with_lengths(length_of)
+        self._length_of = self._with_lengths(length_of and _name(length_of))
 
     @contextlib.contextmanager
     def _named_by_source(self) -> Iterator[None]:
@@ -272,6 +281,32 @@ class HDF5Dataset:
 def _absolute(path: str) -> str:
     """The script may change its directory before a file is read."""
     return path if is_remote(path) else os.path.abspath(path)
+
+
+def _name(name: str) -> str:
+    """HDF5 has several names for one dataset: `x`, `/x` and `./x`."""
+    return posixpath.normpath(name).lstrip("/") or "."
+
+
+def _names(fields: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if fields is None:
+        return None
+    names = [_name(name) for name in ([fields] if isinstance(fields, str) else fields)]
+    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+        raise ConfigError(f"fields has {twice[0]} twice; give each name once")
+    return tuple(names)
+
+
+def _by_field(pad: float | Mapping[str, float], fields: Sequence[str]) -> dict[str, float]:
+    """The padding values by field."""
+    if not isinstance(pad, Mapping):
+        return dict.fromkeys(fields, pad)
+    found = {_name(name): value for name, value in pad.items()}
+    if unknown := [name for name in found if name not in fields]:
+        raise ConfigError(
+            f"pad has the field {unknown[0]!r}, which this dataset does not read; its fields are {listed(fields)}"
+        )
+    return found
 
 
 def _number(index: Any) -> int | None:

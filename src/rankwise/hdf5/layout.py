@@ -193,11 +193,15 @@ def _explained(error: Exception) -> str:
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
     """`fields`: the names to read (`features_lengths` stands for `features`), None for all. `lengths`: by the name of a field,
-    the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent file."""
+    the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent file, and ConfigError
+    if `lengths` is not for this file."""
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:
-        found = returnn.fields_of(file, path, fields) if returnn.is_one(file) else _plain(file, path, fields, lengths)
+        is_returnn = returnn.is_one(file)
+        if is_returnn and lengths:
+            raise ConfigError("lengths is for ordinary files, but a file of RETURNN has its own in seqLengths; remove lengths")
+        found = returnn.fields_of(file, path, fields) if is_returnn else _plain(file, path, fields, lengths)
         samples = {name: field.samples for name, field in found.items()}
         for name, field in found.items():
             _check_lengths(path, name, field)
@@ -275,6 +279,8 @@ def bases(fields: Sequence[str], has: Callable[[str], bool]) -> list[str]:
 
 
 def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> dict[str, Field]:
+    if unknown := [name for name in lengths if name not in file]:
+        raise ConfigError(f"lengths has the field {unknown[0]!r}, which is not in the file; there {_there(file)}")
     ours = file.get(OURS)
     of = {**_our_lengths(ours), **lengths}
     names = bases(fields, file.__contains__) if fields is not None else _names(file, ours, set(of.values()))
