@@ -208,6 +208,30 @@ def test_each_name_that_hdf5_has_for_a_field_means_the_same(tmp_path: Path, name
     assert HDF5Dataset(path, lengths={name: "/many"})[:]["features_lengths"].tolist() == [1, 0, 5]
 
 
+@pytest.mark.parametrize("names", [["features", "features_lengths"], ["features_lengths", "features"]])
+def test_a_field_called_as_the_lengths_of_another_is_not_mixed_up_with_them(tmp_path: Path, names: list[str]) -> None:
+    path = tmp_path / "x.h5"
+    with HDF5Writer(path) as writer:
+        for k in range(3):
+            sample = {"features": np.zeros((k, 2)), "features_lengths": 100 + k}
+            writer.add(**{name: sample[name] for name in names})
+    with pytest.raises(ConfigError, match="features_lengths is a field of the file, and a batch has the lengths of features"):
+        HDF5Dataset(path)
+    batch = dict(zip(names, HDF5Dataset(path, fields=names)[:], strict=True))
+    assert batch["features_lengths"].tolist() == [100, 101, 102]
+    assert HDF5Dataset(path, fields="features_lengths")[2] == 102
+    assert HDF5Dataset(path, fields=["features"]).lengths.tolist() == [0, 1, 2]
+
+
+def test_lengths_that_the_user_wrote_too_may_be_the_lengths(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        for k in range(3):
+            writer.add(features=np.zeros((k, 2)), features_lengths=k)
+    batch = HDF5Dataset(tmp_path / "x.h5", lengths={"features": "features_lengths"})[:]
+    assert {name: each.shape for name, each in batch.items()} == {"features": (3, 2, 2), "features_lengths": (3,)}
+    assert batch["features_lengths"].tolist() == [0, 1, 2]
+
+
 def test_lengths_may_have_a_field_that_is_not_read(tmp_path: Path) -> None:
     path = file_of(tmp_path / "x.h5", rows=np.arange(6.0), how_many=np.array([1, 0, 5]), label=np.arange(3))
     assert HDF5Dataset(path, fields="label", lengths={"rows": "how_many"})[2] == 2

@@ -123,6 +123,11 @@ class HDF5Dataset:
             every: dict[str, tuple[str, bool]] = {}
             for name, one in self._columns.items():
                 every[name] = (name, False)
+                if one.uneven and (lengths := name + LENGTHS_SUFFIX) in self._columns:
+                    raise ConfigError(
+                        f"{lengths} is a field of the file, and a batch has the lengths of {name} under the same name; give "
+                        f"fields=[...], in which {lengths} is the field, or give the field another name"
+                    )
                 if one.uneven:
                     every[name + LENGTHS_SUFFIX] = (name, True)
             return every

@@ -299,9 +299,9 @@ def _our_lengths(ours: Any) -> dict[str, str]:
 
 
 def _names(file: Any, ours: Any, taken: set[str]) -> list[str]:
-    """The names that HDF5Writer wrote; otherwise all datasets at the top of the file that have an axis."""
+    """The names that HDF5Writer wrote, or all datasets at the top of the file that have an axis; without `taken`."""
     if ours is not None and "fields" in ours.attrs:
-        return [str(name) for name in ours.attrs["fields"]]
+        return [str(name) for name in ours.attrs["fields"] if name not in taken]
     return [name for name, item in file.items() if getattr(item, "shape", ()) and name not in taken]
 
 
