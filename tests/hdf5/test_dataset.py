@@ -171,6 +171,56 @@ def test_padding_is_what_is_asked_for_by_field(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "x.h5", pad=2.5)[[4, 8]]["features"][0, 4:].unique().tolist() == [2.5]
 
 
+@pytest.mark.parametrize(
+    ("kind", "pad", "numbers"),
+    [
+        ("int64", float("nan"), "a whole number from -9223372036854775808 to 9223372036854775807"),
+        ("int64", np.float64(2**63), "a whole number from -9223372036854775808 to 9223372036854775807"),
+        ("int32", 1.5, "a whole number from -2147483648 to 2147483647"),
+        (">i2", float("inf"), "a whole number from -32768 to 32767"),
+        ("uint8", -1, "a whole number from 0 to 255"),
+        ("bool", 2, "a whole number from 0 to 1"),
+        ("float16", 1e5, "a number from -65504 to 65504"),
+        ("float32", 10**400, "a number from -3.40282e+38 to 3.40282e+38"),
+    ],
+)
+def test_padding_that_the_type_does_not_have_is_refused(tmp_path: Path, kind: str, pad: float, numbers: str) -> None:
+    path = file_of(tmp_path / "x.h5", x=np.arange(3).astype(kind), n=[1, 2], even=np.zeros(2, "u1"))
+    for given in (pad, {"x": pad}):
+        with pytest.raises(
+            ConfigError, match=f"pad is .* for x, but the type of this field is .*; give {numbers}".replace("+", "[+]")
+        ):
+            HDF5Dataset(path, lengths={"x": "n"}, pad=given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad"),
+    [
+        ("int64", -100.0),
+        ("int8", np.int8(-128)),
+        ("float64", np.float16(1)),
+        ("uint64", 2**64 - 1),
+        ("bool", True),
+        ("float16", float("-inf")),
+        ("float32", float("nan")),
+        ("float64", 0.1),
+        ("complex64", 0.5),
+    ],
+)
+def test_padding_that_the_type_has_is_in_batches_of_both_kinds(tmp_path: Path, kind: str, pad: float) -> None:
+    path = file_of(tmp_path / "x.h5", x=np.ones(3).astype(kind), n=[1, 2], text=["a", "b"], even=np.zeros(2, "u1"))
+    dataset = HDF5Dataset(path, fields=["x", "text", "even"], lengths={"x": "n"}, pad=pad)
+    for batch in (dataset[:], dataset.collate([dataset[0], dataset[1]])):
+        np.testing.assert_array_equal(batch[0].numpy(), np.array([[1, pad], [1, 1]], kind))
+
+
+def test_padding_is_checked_for_a_field_of_even_length_only_if_it_is_named(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.h5", x=np.zeros(2, "u1"))
+    assert HDF5Dataset(path, pad=-1)[:]["x"].tolist() == [0, 0]
+    with pytest.raises(ConfigError, match="pad is -1 for x, but the type of this field is uint8"):
+        HDF5Dataset(path, pad={"x": -1})
+
+
 def test_lengths_may_be_any_dataset_of_the_file(tmp_path: Path) -> None:
     path = file_of(tmp_path / "x.h5", rows=np.arange(6.0), how_many=np.array([1, 0, 5], "u1"), label=np.arange(3))
     dataset = HDF5Dataset(path, lengths={"rows": "how_many"})
@@ -458,6 +508,7 @@ def test_a_collate_function_gets_samples(tmp_path: Path) -> None:
         ),
         (lambda path: HDF5Dataset([]), "give a path, a pattern"),
         (lambda path: HDF5Dataset(path, pad="x"), "a number, or numbers by the fields' names"),
+        (lambda path: HDF5Dataset(path, pad={"features": None}), "a number, or numbers by the fields' names"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import operator
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from rankwise.files import FileCache
 from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
 from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
-from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
+from rankwise.hdf5.layout import LENGTHS_SUFFIX, Field, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host import machine
 from rankwise.host.arguments import PATH, TEXT, Argument, shown, takes
@@ -53,7 +55,10 @@ _LENGTHS = Argument(
     lambda v: isinstance(v, Mapping) and all(isinstance(name, str) for pair in v.items() for name in pair),
     'names by the fields\' names: {"features": "feature_lengths"}',
 )
-_PAD = Argument(lambda v: isinstance(v, Mapping | int | float), "a number, or numbers by the fields' names")
+_PAD = Argument(
+    lambda v: all(isinstance(each, Real) for each in (v.values() if isinstance(v, Mapping) else [v])),
+    "a number, or numbers by the fields' names",
+)
 
 
 class HDF5Dataset:
@@ -73,7 +78,8 @@ class HDF5Dataset:
     field with lengths, up to four batches (reused when nobody holds them), and all strings of a field that was read. Any
     process and thread may read.
 
-    The constructor raises DataError for inconsistent files, and ConfigError for arguments that contradict each other.
+    The constructor raises DataError for inconsistent files, and ConfigError for arguments that contradict each other
+    or the files.
     """
 
     draws_nothing = True
@@ -101,7 +107,7 @@ class HDF5Dataset:
         self._samples = int(self._starts[-1])
         if self._samples == 0:
             raise DataError(f"{listed((layout.file for layout in layouts), 3)}: the dataset has no samples")
-        of = _by_field(pad, list(layouts[0].fields))
+        of = _padding(pad, layouts[0].fields)
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
         machine.allow_open_files(len(layouts) * len(self._columns) + _OTHER_FILES)  # each stays open once it was read
         self._given = self._named(asked)
@@ -302,16 +308,36 @@ def _names(fields: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _by_field(pad: float | Mapping[str, float], fields: Sequence[str]) -> dict[str, float]:
-    """The padding values by field."""
-    if not isinstance(pad, Mapping):
-        return dict.fromkeys(fields, pad)
-    found = {_name(name): value for name, value in pad.items()}
+def _padding(pad: float | Mapping[str, float], fields: Mapping[str, Field]) -> dict[str, float]:
+    """The padding values by field. Raises ConfigError for a number that the type of the field does not have."""
+    if isinstance(pad, Mapping):
+        found = {_name(name): value for name, value in pad.items()}
+    else:
+        found = {name: pad for name, field in fields.items() if field.lengths is not None}
     if unknown := [name for name in found if name not in fields]:
         raise ConfigError(
             f"pad has the field {unknown[0]!r}, which this dataset does not read; its fields are {listed(fields)}"
         )
+    for name, value in found.items():
+        if not fields[name].stored.is_text:
+            _check_padding(name, value, fields[name].stored.dtype.newbyteorder("="))
     return found
+
+
+def _check_padding(name: str, value: float, dtype: np.dtype[Any]) -> None:
+    """numpy and torch round, wrap or raise for such a value, each in another way and only in the first batch."""
+    value = value.item() if isinstance(value, np.generic) else value  # numpy compares in the type of its number
+    is_finite = abs(value) < math.inf
+    if dtype.kind in "biu":
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        fits = is_finite and low <= int(value) <= high and int(value) == value
+        numbers = f"a whole number from {low} to {high}"
+    else:
+        largest = float(np.finfo(dtype).max)
+        fits = not is_finite or abs(value) <= largest
+        numbers = f"a number from {-largest:g} to {largest:g}"
+    if not fits:
+        raise ConfigError(f"pad is {shown(value)} for {name}, but the type of this field is {dtype}; give {numbers}")
 
 
 def _number(index: Any) -> int | None:
