@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -119,6 +121,44 @@ def test_a_file_that_is_there_is_kept_unless_it_may_be_replaced(tmp_path: Path) 
         writer.add(x=1 / 0)
     assert HDF5Dataset(path)[0]["x"] == 1
     assert written(path, [{"x": 2}], overwrite=True)[0]["x"] == 2
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_first_of_two_writers_of_one_file_is_not_replaced(
+    tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "x.h5"
+    writers = [HDF5Writer(path), HDF5Writer(path)]
+    for number, writer in enumerate(writers):
+        writer.add(x=number)
+    writers[0].close()
+    with pytest.raises(ConfigError, match=r"x\.h5 exists already; choose another name, or replace it with overwrite=True"):
+        writers[1].close()
+    assert HDF5Dataset(path)[0]["x"] == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_that_was_made_although_the_answer_was_lost_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    assert written(tmp_path / "x.h5", [{"x": 1}])[0]["x"] == 1
+
+
+def test_a_link_that_leads_nowhere_is_found_before_samples_are_added(tmp_path: Path) -> None:
+    (tmp_path / "x.h5").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="exists already"):
+        HDF5Writer(tmp_path / "x.h5")
+    assert written(tmp_path / "x.h5", [{"x": 2}], overwrite=True)[0]["x"] == 2
 
 
 KILLED = """

@@ -10,6 +10,7 @@ single file, with checksums, and renames it. So the disk needs twice the space o
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -36,6 +37,9 @@ _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
 _VERSIONS = ("earliest", "v110")  # h5dump of Debian stable reads these files, but not those of "latest"
 _CHUNK_BYTES = 1 << 19
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""What a file system without hard links answers; AFS answers EXDEV because the two names are in different folders."""
+
 
 class HDF5Writer:
     """Writes `path` when it is closed. If the `with` block raises, nothing is written.
@@ -47,8 +51,8 @@ class HDF5Writer:
     field `data` is its inputs, `tag` (a str) its sequence tag, others its targets. `dims`: the number of classes of sparse
     fields.
 
-    Raises ConfigError if the file already exists (`overwrite` replaces it) or arguments contradict each other, DataError for a
-    sample that does not match the samples before, and if the file cannot be written.
+    Raises ConfigError if the file already exists, at the beginning or in `close` (`overwrite` replaces it), or if arguments
+    contradict each other, DataError for a sample that does not match the samples before, and if the file cannot be written.
     """
 
     @takes(
@@ -67,8 +71,9 @@ class HDF5Writer:
     ) -> None:
         need_h5py()
         self._path = Path(path)
-        if self._path.exists() and not overwrite:
-            raise ConfigError(f"{self._path} exists already; choose another name, or replace it with overwrite=True")
+        self._overwrite = overwrite
+        if not overwrite and os.path.lexists(self._path):
+            raise self._exists()
         if layout == "returnn" and compress is not None:
             raise ConfigError("layout='returnn' is written without compression; remove compress")
         self._variable, self._compress, self._dims = frozenset(variable), compress, dict(dims or {})
@@ -136,7 +141,8 @@ class HDF5Writer:
             self._folder = None
 
     def close(self) -> None:
-        """Write the file. Raises DataError if there is no sample, or not enough space; then no file is left."""
+        """Write the file. Raises DataError if there is no sample, or not enough space, and ConfigError if there is a file of
+        this name by now. Then nothing is written."""
         folder = self._open_folder()
         try:
             if not self._samples:
@@ -144,12 +150,33 @@ class HDF5Writer:
             self._write(folder / "whole.h5")
             read(str(folder / "whole.h5"), None, {})
             fsync(folder / "whole.h5")
-            (folder / "whole.h5").replace(self._path)
+            self._give_name(folder / "whole.h5")
             fsync(self._path.parent)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{self._path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         finally:
             self.discard()
+
+    def _give_name(self, whole: Path) -> None:
+        """Raises ConfigError if another writer has written a file of this name meanwhile. Only a link refuses to replace it."""
+        if self._overwrite:
+            whole.replace(self._path)
+            return
+        try:
+            os.link(whole, self._path)
+        except FileExistsError:
+            # NFS may repeat a request whose answer was lost: then this is our own link.
+            if not (self._path.exists() and self._path.samefile(whole)):
+                raise self._exists() from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(self._path):
+                raise self._exists() from None
+            whole.rename(self._path)
+
+    def _exists(self) -> ConfigError:
+        return ConfigError(f"{self._path} exists already; choose another name, or replace it with overwrite=True")
 
     # --- the file
 
