@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +188,38 @@ def test_a_killed_writer_leaves_the_old_file_and_what_it_left_goes_with_the_next
     assert HDF5Dataset(path)[0]["x"].tolist() == [1, 1]
 
 
-def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("a small disk needs the right to mount")
-    try:
-        for size in (1_200_000, 3_000_000):  # no space for it twice; no space for it at all
-            with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, but only .* are free|No space left)"):
-                written(disk / "x.h5", [{"x": np.zeros(size // 4, "i4")}] * 1)
-            assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(small_disk: Path) -> None:
+    for size in (1_200_000, 3_000_000):  # no space for it twice; no space for it at all
+        with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, but only .* are free|No space left)"):
+            written(small_disk / "x.h5", [{"x": np.zeros(size // 4, "i4")}] * 1)
+        assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "content"),
+    [
+        (2000, {"a": np.zeros(1000, "u1"), "b": np.zeros(1000, "u1")}),  # full in add
+        (1046, {"a": np.zeros(2000, "u1"), "b": np.zeros(4, "u1")}),  # full in close, when the buffers are written
+        (3000, {"a": "x" * 1000}),  # full when the file is written
+    ],
+)
+def test_a_full_disk_is_one_error_although_data_is_still_buffered(
+    small_disk: Path, samples: int, content: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=r"x\.h5 cannot be written: No space left on device$"):
+        written(small_disk / "x.h5", [content] * samples)
+    assert list(small_disk.iterdir()) == []
 
 
 # --- samples that do not fit

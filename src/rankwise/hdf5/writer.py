@@ -10,6 +10,7 @@ single file, with checksums, and renames it. So the disk needs twice the space o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
@@ -29,6 +30,7 @@ import torch
 from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import checksums, returnn
 from rankwise.hdf5.layout import OURS, nbytes, need_h5py, read
+from rankwise.host import processes
 from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, takes
 from rankwise.host.disk import fsync
 from rankwise.host.text import count, listed, size
@@ -105,7 +107,7 @@ class HDF5Writer:
                 self._fields[name].add(value)
         except OSError as error:
             self.discard()
-            raise DataError(f"{self._path} cannot be written: {error.strerror}") from None
+            raise DataError(f"{self._path} cannot be written: {_reason(error)}") from None
         self._samples += 1
 
     def _is_long(self, name: str) -> bool:
@@ -135,7 +137,8 @@ class HDF5Writer:
     def discard(self) -> None:
         """Write no file, and remove what was added."""
         for spool in self._fields.values():
-            spool.file.close()
+            with contextlib.suppress(OSError):  # it writes what is buffered, and the disk may be full
+                spool.file.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -153,7 +156,7 @@ class HDF5Writer:
             self._give_name(folder / "whole.h5")
             fsync(self._path.parent)
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{self._path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+            raise DataError(f"{self._path} cannot be written: {_reason(error)}") from None
         finally:
             self.discard()
 
@@ -333,6 +336,13 @@ def _put_text(file: Any, home: str, texts: list[str]) -> None:
     longest = max(map(len, content), default=0)
     kind = need_h5py().string_dtype("utf-8", max(longest, 1))
     file.create_dataset(home, data=np.array(content, kind), dtype=kind)
+
+
+def _reason(error: Exception) -> str:
+    """The reason in a few words: h5py's own text is long, and names the temporary file."""
+    if isinstance(error, OSError) and error.errno:
+        return processes.shortage(error) or os.strerror(error.errno)
+    return " ".join(str(error).split())
 
 
 # --- RETURNN's layout
