@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,17 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
 
 
-def written(path: Path, samples: list[dict[str, Any]], **ways: Any) -> HDF5Dataset:
+def written(path: Path, samples: Iterable[dict[str, Any]], **ways: Any) -> HDF5Dataset:
     with HDF5Writer(path, **ways) as writer:
         for sample in samples:
             writer.add(**sample)
     return HDF5Dataset(path)
+
+
+def before_close(*samples: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Samples of which `add` must refuse one: in `close` it would be too late, all samples would be lost."""
+    yield from samples
+    pytest.fail("add has refused no sample")
 
 
 # --- samples that are read back
@@ -43,6 +49,19 @@ def test_numbers_tensors_arrays_and_strings_come_back(tmp_path: Path) -> None:
     assert got["s"] == "zwölf"
     assert torch.equal(got["t"], sample["t"])
     assert [got["i"].item(), got["f"].item(), got["b"].item(), got["big"].item()] == [3, 0.5, True, 1.5]
+
+
+def test_numbers_of_numpy_keep_their_type_and_those_of_python_are_float32(tmp_path: Path) -> None:
+    seconds = np.float64(1764170000.25)
+    sample = {
+        "scalar": seconds, "list": [seconds, 1.0], "arrays": [np.zeros(2)], "plain": 0.25, "pairs": [(0.25, 1), (2, True)],
+    }  # fmt: skip
+    got = written(tmp_path / "x.h5", [sample])[0]
+    assert {name: str(value.dtype) for name, value in got.items()} == {
+        "scalar": "torch.float64", "list": "torch.float64", "arrays": "torch.float64", "plain": "torch.float32",
+        "pairs": "torch.float32",
+    }  # fmt: skip
+    assert [got["scalar"].item(), got["list"][0].item()] == [seconds, seconds]
 
 
 def test_samples_of_one_length_lie_as_they_are_and_others_end_to_end_with_lengths(tmp_path: Path) -> None:
@@ -105,7 +124,7 @@ def test_a_file_that_others_wrote_has_nothing_to_verify(tmp_path: Path) -> None:
 
 def test_an_exception_a_discard_and_no_sample_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        written(tmp_path / "x.h5", ({"x": 1 / (3 - k)} for k in range(9)))  # type: ignore[arg-type]
+        written(tmp_path / "x.h5", ({"x": 1 / (3 - k)} for k in range(9)))
     with pytest.raises(DataError, match="no sample was added"), HDF5Writer(tmp_path / "x.h5"):
         pass
     HDF5Writer(tmp_path / "x.h5").discard()
@@ -239,11 +258,17 @@ def test_a_full_disk_is_one_error_although_data_is_still_buffered(
         ({"a/b": 1}, {}, "a field cannot be called 'a/b'"),
         ({"x": torch.zeros(2, dtype=torch.bfloat16)}, {}, "bfloat16, which HDF5 does not have"),
         ({"x": object()}, {}, "x is of object; give numbers, bool, or a str"),
+        ({"x": "ab"}, {"x": "ab\0cd"},
+         r"sample 1 cannot be stored: x is 'ab\x00cd', which has a NUL character, where HDF5 would cut it off; remove"),
+        ({"x": os.fsdecode(b"caf\xe9")}, {}, r"sample 0 cannot be stored: x is 'caf\udce9', which is not valid Unicode"),
+        ({"": 1}, {}, "a field cannot be called ''"),
+        ({"a\0": 1}, {}, r"a field cannot be called 'a\x00'"),
+        ({"\udce9": 1}, {}, r"a field cannot be called '\udce9'"),
     ],
 )  # fmt: skip
 def test_samples_that_do_not_fit_are_refused(tmp_path: Path, first: Any, second: Any, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        written(tmp_path / "x.h5", [first, second])
+        written(tmp_path / "x.h5", before_close(first, second))
     assert said in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 

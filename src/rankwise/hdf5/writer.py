@@ -31,7 +31,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import checksums, returnn
 from rankwise.hdf5.layout import OURS, nbytes, need_h5py, read
 from rankwise.host import processes
-from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, takes
+from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, shown, takes
 from rankwise.host.disk import fsync
 from rankwise.host.text import count, listed, size
 
@@ -96,6 +96,9 @@ class HDF5Writer:
     def add(self, **fields: Any) -> None:
         """Add one sample."""
         self._check_names(fields)
+        for name, value in fields.items():
+            if isinstance(value, str) and (why := _no_text(value)):
+                raise DataError(f"sample {self._samples} cannot be stored: {name} is {shown(value)}, {why}")
         values = {name: _as_array(name, value) for name, value in fields.items()}
         if not self._fields:
             for name, value in values.items():
@@ -125,7 +128,7 @@ class HDF5Writer:
             raise DataError(f"sample {self._samples} does not have the same fields as the samples before: {odd}")
         if not fields:
             raise DataError("a sample needs at least one field; type writer.add(image=..., label=...)")
-        if wrong := [name for name in fields if name == OURS or "/" in name or name.startswith(".")]:
+        if wrong := [name for name in fields if name in ("", OURS) or "/" in name or name.startswith(".") or _no_text(name)]:
             raise DataError(f"a field cannot be called {wrong[0]!r}: it is the name of a dataset in the file")
         if self._is_returnn and not isinstance(fields.get(returnn.TAG), str):
             raise DataError("layout='returnn' needs tag=..., the sequence tag (a str), in each sample")
@@ -300,6 +303,17 @@ class _Spool:
             dataset[start : start + rows] = block.reshape(rows, *self.shape[1:])
 
 
+def _no_text(text: str) -> str | None:
+    """Why HDF5 cannot store this text; None if it can."""
+    if "\0" in text:
+        return "which has a NUL character, where HDF5 would cut it off; remove the character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "which is not valid Unicode, so there is no UTF-8 of it; decode the bytes with their own encoding"
+    return None
+
+
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
     """The value as an array; a string as a single object. Raises DataError if HDF5 has no type for it."""
     if isinstance(value, str):
@@ -309,11 +323,16 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
             raise DataError(f"{name} is bfloat16, which HDF5 does not have; give it as .half() or .float()")
         value = value.detach().cpu().numpy()
     found = np.asarray(value)
-    if isinstance(value, float) or (isinstance(value, list) and found.dtype == np.float64):
+    if found.dtype == np.float64 and isinstance(value, float | list) and _is_plain(value):
         found = found.astype(np.float32)  # like torch.tensor
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
         raise DataError(f"{name} is of {found.dtype}; give numbers, bool, or a str")
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all numbers in it are Python's own: np.float64 is a subclass of float, and keeps its type."""
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (float, int, bool)
 
 
 def _reserve(file: Any, home: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int | None:
