@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -205,6 +206,25 @@ def test_a_killed_writer_leaves_the_old_file_and_what_it_left_goes_with_the_next
     written(path, [{"x": np.ones(2)}], overwrite=True)
     assert list(tmp_path.iterdir()) == [path]
     assert HDF5Dataset(path)[0]["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "d[1].h5", "ü+*.h5"])
+def test_only_folders_of_killed_writers_of_this_host_and_file_are_removed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "node")
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    own = f".{name}.writing-node-{killed.pid}-0a1b2c"
+    others = [
+        f".{name}.writing-node-1-{killed.pid}-0a1b2c",  # of host node-1: here nobody knows whether it runs
+        f".{name}.writing-node-{os.getpid()}-0a1b2c",
+        f".y{name}.writing-node-{killed.pid}-0a1b2c",
+    ]
+    for folder in (own, *others):
+        (tmp_path / folder).mkdir()
+    HDF5Writer(tmp_path / name).discard()
+    assert {path.name for path in tmp_path.iterdir()} == {*others}
 
 
 @pytest.fixture

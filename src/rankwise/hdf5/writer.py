@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import platform
+import re
 import shutil
 import uuid
 import zlib
@@ -404,11 +405,14 @@ def _dim(spool: _Spool, dims: Mapping[str, int]) -> int:
 
 def _make_folder(path: Path) -> Path:
     """Create a folder beside the file, and remove those of killed writers. Raises DataError."""
-    host = platform.node()
-    for left in path.parent.glob(f".{path.name}.writing-{host}-*") if path.parent.is_dir() else ():
-        if not psutil.pid_exists(int(left.name.split("-")[-2])):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = path.parent / f".{path.name}.writing-{host}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    begin = f".{path.name}.writing-{platform.node()}-"
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for other in path.parent.iterdir():
+            # The whole name, because the folders of host node-1 begin like those of host node.
+            found = re.fullmatch(re.escape(begin) + r"(\d+)-[0-9a-f]{6}", other.name)
+            if found is not None and not psutil.pid_exists(int(found[1])):
+                shutil.rmtree(other, ignore_errors=True)
+    folder = path.parent / f"{begin}{os.getpid()}-{uuid.uuid4().hex[:6]}"
     try:
         folder.mkdir()
     except OSError as error:
