@@ -181,6 +181,23 @@ def test_a_link_that_leads_nowhere_is_found_before_samples_are_added(tmp_path: P
     assert written(tmp_path / "x.h5", [{"x": 2}], overwrite=True)[0]["x"] == 2
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_is_refused_before_samples_are_added(tmp_path: Path, overwrite: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is a folder; give the name of a file in it: {tmp_path}/train\.h5"):
+        HDF5Writer(tmp_path, overwrite=overwrite)
+
+
+def test_a_relative_path_remains_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with HDF5Writer("x.h5") as writer:
+        writer.add(x=1)
+        monkeypatch.chdir("elsewhere")
+        writer.add(x=2)
+    assert HDF5Dataset(tmp_path / "x.h5")[:]["x"].tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"^\.\./x\.h5 exists already"):  # as it was typed
+        HDF5Writer("../x.h5")
+
+
 KILLED = """
 import sys, os, numpy as np
 from rankwise.hdf5 import HDF5Writer

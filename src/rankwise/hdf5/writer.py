@@ -47,15 +47,16 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class HDF5Writer:
     """Writes `path` when it is closed. If the `with` block raises, nothing is written.
 
-    The first sample sets the fields and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or str. If
-    samples differ in the first axis of a field, its rows are stored one after the other, with the lengths of the samples.
-    `variable` names fields that are stored like this even if their samples do not differ. `compress`: "gzip", which is read by
-    whole chunks and much slower; None: rows are read at the speed of memory. `layout`: "returnn" for RETURNN's HDFDataset: the
-    field `data` is its inputs, `tag` (a str) its sequence tag, others its targets. `dims`: the number of classes of sparse
-    fields.
+    The first sample sets the fields and their types. Fields are arrays, tensors, numbers or str. Python's numbers are
+    stored as int64, float32 or bool, those of numpy and torch keep their type. If samples differ in the first axis of a field,
+    its rows are stored one after the other, with the lengths of the samples. `variable` names fields that are stored like this
+    even if their samples do not differ. `compress`: "gzip", which is read by whole chunks and much slower; None: rows are read
+    at the speed of memory. `layout`: "returnn" for RETURNN's HDFDataset: the field `data` is its inputs, `tag` (a str) its
+    sequence tag, others its targets. `dims`: the number of classes of sparse fields.
 
-    Raises ConfigError if the file already exists, at the beginning or in `close` (`overwrite` replaces it), or if arguments
-    contradict each other, DataError for a sample that does not match the samples before, and if the file cannot be written.
+    Raises ConfigError if the file already exists, at the beginning or in `close` (`overwrite` replaces it), if it is a
+    folder, or if arguments contradict each other. Raises DataError for a sample that cannot be stored or does not match the
+    samples before, and if the file cannot be written.
     """
 
     @takes(
@@ -73,8 +74,11 @@ class HDF5Writer:
         overwrite: bool = False,
     ) -> None:
         need_h5py()
-        self._path = Path(path)
+        self._given = Path(path)  # for messages
+        self._path = self._given.absolute()  # the script may change its folder before `close`
         self._overwrite = overwrite
+        if os.path.isdir(self._path):  # noqa: PTH112 - raises nothing if a parent is not readable
+            raise ConfigError(f"{self._given} is a folder; give the name of a file in it: {self._given / 'train.h5'}")
         if not overwrite and os.path.lexists(self._path):
             raise self._exists()
         if layout == "returnn" and compress is not None:
@@ -83,7 +87,10 @@ class HDF5Writer:
         self._is_returnn = layout == "returnn"
         self._fields: dict[str, _Spool] = {}
         self._samples = 0
-        self._folder: Path | None = _make_folder(self._path)
+        try:
+            self._folder: Path | None = _make_folder(self._path)
+        except OSError as error:
+            raise DataError(f"{self._given} cannot be written: {_reason(error)} ({self._given.parent})") from None
 
     def __enter__(self) -> HDF5Writer:
         return self
@@ -111,7 +118,7 @@ class HDF5Writer:
                 self._fields[name].add(value)
         except OSError as error:
             self.discard()
-            raise DataError(f"{self._path} cannot be written: {_reason(error)}") from None
+            raise DataError(f"{self._given} cannot be written: {_reason(error)}") from None
         self._samples += 1
 
     def _is_long(self, name: str) -> bool:
@@ -119,7 +126,7 @@ class HDF5Writer:
 
     def _open_folder(self) -> Path:
         if self._folder is None:
-            raise ConfigError(f"the writer of {self._path} is closed")
+            raise ConfigError(f"the writer of {self._given} is closed")
         return self._folder
 
     def _check_names(self, fields: Mapping[str, Any]) -> None:
@@ -153,14 +160,14 @@ class HDF5Writer:
         folder = self._open_folder()
         try:
             if not self._samples:
-                raise DataError(f"{self._path} is not written because no sample was added")
+                raise DataError(f"{self._given} is not written because no sample was added")
             self._write(folder / "whole.h5")
             read(str(folder / "whole.h5"), None, {})
             fsync(folder / "whole.h5")
             self._give_name(folder / "whole.h5")
             fsync(self._path.parent)
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{self._path} cannot be written: {_reason(error)}") from None
+            raise DataError(f"{self._given} cannot be written: {_reason(error)}") from None
         finally:
             self.discard()
 
@@ -183,7 +190,7 @@ class HDF5Writer:
             whole.rename(self._path)
 
     def _exists(self) -> ConfigError:
-        return ConfigError(f"{self._path} exists already; choose another name, or replace it with overwrite=True")
+        return ConfigError(f"{self._given} exists already; choose another name, or replace it with overwrite=True")
 
     # --- the file
 
@@ -192,7 +199,7 @@ class HDF5Writer:
             spool.file.flush()
         needed = sum(spool.bytes for spool in self._fields.values())
         if (free := shutil.disk_usage(path.parent).free) < needed:
-            raise DataError(f"{self._path} cannot be written: it needs {size(needed)}, but only {size(free)} are free there")
+            raise DataError(f"{self._given} cannot be written: it needs {size(needed)}, but only {size(free)} are free there")
         with need_h5py().File(path, "w", libver=_VERSIONS, **_ALIGNED) as file:
             places = self._create(file)
         with path.open("r+b") as raw:
@@ -404,7 +411,7 @@ def _dim(spool: _Spool, dims: Mapping[str, int]) -> int:
 
 
 def _make_folder(path: Path) -> Path:
-    """Create a folder beside the file, and remove those of killed writers. Raises DataError."""
+    """Create a folder beside the file, and remove those of killed writers. Raises OSError."""
     begin = f".{path.name}.writing-{platform.node()}-"
     with contextlib.suppress(OSError):  # a folder that cannot be listed
         for other in path.parent.iterdir():
@@ -413,8 +420,5 @@ def _make_folder(path: Path) -> Path:
             if found is not None and not psutil.pid_exists(int(found[1])):
                 shutil.rmtree(other, ignore_errors=True)
     folder = path.parent / f"{begin}{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror} ({path.parent})") from None
+    folder.mkdir()
     return folder
