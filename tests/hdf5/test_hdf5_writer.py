@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -276,6 +277,19 @@ def test_a_full_disk_is_one_error_although_data_is_still_buffered(
     with pytest.raises(DataError, match=r"x\.h5 cannot be written: No space left on device$"):
         written(small_disk / "x.h5", [content] * samples)
     assert list(small_disk.iterdir()) == []
+
+
+def test_more_fields_than_open_files_are_one_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with pytest.raises(
+            DataError, match=r"samples have 300 fields, each needs an open file, but at most 200 open files per process"
+        ):
+            written(tmp_path / "x.h5", before_close({f"f{number}": number for number in range(300)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- samples that do not fit

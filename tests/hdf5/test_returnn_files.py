@@ -144,3 +144,19 @@ def test_each_sample_needs_a_tag_there(tmp_path: Path) -> None:
         HDF5Writer(tmp_path / "x.hdf", layout="returnn") as writer,
     ):
         writer.add(data=np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ({"data": np.zeros((4, 2)), "sizes": np.arange(3)}, "RETURNN reads a field `sizes` as the axes of `data`"),
+        ({"sizes": np.arange(3)}, "give it another name"),
+        ({}, "layout='returnn' needs a field besides tag="),
+    ],
+)
+def test_samples_that_returnn_could_not_read_are_refused_at_once(tmp_path: Path, sample: dict[str, Any], said: str) -> None:
+    writer = HDF5Writer(tmp_path / "x.hdf", layout="returnn")
+    with pytest.raises(DataError) as caught:
+        writer.add(tag="a", **sample)
+    assert said in str(caught.value)
+    writer.discard()

@@ -109,8 +109,7 @@ class HDF5Writer:
                 raise DataError(f"sample {self._samples} cannot be stored: {name} is {shown(value)}, {why}")
         values = {name: _as_array(name, value) for name, value in fields.items()}
         if not self._fields:
-            for name, value in values.items():
-                self._fields[name] = _Spool(name, value, self._open_folder() / f"{len(self._fields)}.rows", self._is_long(name))
+            self._open_spools(values)
         for name, value in values.items():
             self._fields[name].check(value, self._samples)
         try:
@@ -120,6 +119,20 @@ class HDF5Writer:
             self.discard()
             raise DataError(f"{self._given} cannot be written: {_reason(error)}") from None
         self._samples += 1
+
+    def _open_spools(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        try:
+            for number, (name, value) in enumerate(values.items()):
+                self._fields[name] = _Spool(name, value, self._open_folder() / f"{number}.rows", self._is_long(name))
+        except OSError as error:
+            self.discard()
+            why = _reason(error)
+            if error.errno == errno.EMFILE:
+                fields = count(len(values), "field")
+                why = (
+                    f"samples have {fields}, each needs an open file, but {why}; raise the limit, or use arrays of many values"
+                )
+            raise DataError(f"{self._given} cannot be written: {why}") from None
 
     def _is_long(self, name: str) -> bool:
         return name in self._variable or (self._is_returnn and name != returnn.TAG)
@@ -140,6 +153,10 @@ class HDF5Writer:
             raise DataError(f"a field cannot be called {wrong[0]!r}: it is the name of a dataset in the file")
         if self._is_returnn and not isinstance(fields.get(returnn.TAG), str):
             raise DataError("layout='returnn' needs tag=..., the sequence tag (a str), in each sample")
+        if self._is_returnn and returnn.SIZES in fields:
+            raise DataError("layout='returnn': RETURNN reads a field `sizes` as the axes of `data`; give it another name")
+        if self._is_returnn and len(fields) == 1:
+            raise DataError("layout='returnn' needs a field besides tag=...: data=..., the inputs, or a target")
         if unknown := self._variable - fields.keys():
             raise ConfigError(
                 f"variable has {listed(sorted(unknown))}, which samples do not have; their fields are {listed(fields)}"
