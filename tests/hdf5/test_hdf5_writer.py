@@ -66,6 +66,18 @@ def test_numbers_of_numpy_keep_their_type_and_those_of_python_are_float32(tmp_pa
     assert [got["scalar"].item(), got["list"][0].item()] == [seconds, seconds]
 
 
+@pytest.mark.parametrize("layout", ["plain", "returnn"])
+def test_one_very_long_text_does_not_make_the_others_as_long(tmp_path: Path, layout: str) -> None:
+    texts = [f"ü{number}" for number in range(5000)] + ["", "x" * 5_000_000]  # 25 GB, if all were as long
+    dataset = written(tmp_path / "x.h5", [{"tag": text, "data": [1]} for text in texts], layout=layout)
+    assert (tmp_path / "x.h5").stat().st_size < 7_000_000
+    assert dataset[:]["tag"] == texts
+    assert dataset[5000]["tag"] == ""
+    assert dataset.verify() == 5002 * 8
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["tag" if layout == "plain" else "seqTags"].asstr()[4999] == "ü4999"
+
+
 def test_samples_of_one_length_lie_as_they_are_and_others_end_to_end_with_lengths(tmp_path: Path) -> None:
     one = [{"x": np.zeros((4, 2)), "y": np.zeros(k)} for k in range(3)]
     written(tmp_path / "x.h5", one, variable=["x"]) and written(tmp_path / "z.h5", one)

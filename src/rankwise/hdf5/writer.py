@@ -40,6 +40,9 @@ _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
 _VERSIONS = ("earliest", "v110")  # h5dump of Debian stable reads these files, but not those of "latest"
 _CHUNK_BYTES = 1 << 19
 
+_PADDED_BYTES, _PADDED = 16 << 20, 8
+"""Texts are padded to one length if this takes at most so many bytes, or so many times the bytes of the texts."""
+
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """What a file system without hard links answers; AFS answers EXDEV because the two names are in different folders."""
 
@@ -375,9 +378,13 @@ def _reserve(file: Any, home: str, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def _put_text(file: Any, home: str, texts: list[str]) -> None:
-    """As UTF-8 strings of one length: they are read a hundred times as fast as strings of different lengths."""
+    """As UTF-8 strings of one length: they are read a hundred times as fast as strings of different lengths. But not if a few
+    long ones would make the file many times as large."""
     content = [text.encode() for text in texts]
-    longest = max(map(len, content), default=0)
+    longest = max(map(len, content))
+    if longest * len(content) > max(_PADDED_BYTES, _PADDED * sum(map(len, content))):
+        file.create_dataset(home, data=np.array(content, object), dtype=need_h5py().string_dtype("utf-8"))
+        return
     kind = need_h5py().string_dtype("utf-8", max(longest, 1))
     file.create_dataset(home, data=np.array(content, kind), dtype=kind)
 
