@@ -324,6 +324,7 @@ def test_more_fields_than_open_files_are_one_error(tmp_path: Path) -> None:
         ({"x": "ab"}, {"x": "ab\0cd"},
          r"sample 1 cannot be stored: x is 'ab\x00cd', which has a NUL character, where HDF5 would cut it off; remove"),
         ({"x": os.fsdecode(b"caf\xe9")}, {}, r"sample 0 cannot be stored: x is 'caf\udce9', which is not valid Unicode"),
+        ({f"f{number}": 1 for number in range(4500)}, {}, "a sample has 4500 fields, but at most 4000 fit; use arrays"),
         ({"": 1}, {}, "a field cannot be called ''"),
         ({"a\0": 1}, {}, r"a field cannot be called 'a\x00'"),
         ({"\udce9": 1}, {}, r"a field cannot be called '\udce9'"),

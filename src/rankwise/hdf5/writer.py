@@ -40,6 +40,8 @@ _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
 _VERSIONS = ("earliest", "v110")  # h5dump of Debian stable reads these files, but not those of "latest"
 _CHUNK_BYTES = 1 << 19
 
+_MOST_FIELDS = 4000  # an attribute has their names: 16 bytes each, and at most 64 kB together
+
 _PADDED_BYTES, _PADDED = 16 << 20, 8
 """Texts are padded to one length if this takes at most so many bytes, or so many times the bytes of the texts."""
 
@@ -153,9 +155,11 @@ class HDF5Writer:
         if not fields:
             raise DataError("a sample needs at least one field; type writer.add(image=..., label=...)")
         if wrong := [name for name in fields if name in ("", OURS) or "/" in name or name.startswith(".") or _no_text(name)]:
-            raise DataError(f"a field cannot be called {wrong[0]!r}: it is the name of a dataset in the file")
+            raise DataError(f"a field cannot be called {wrong[0]!r}: HDF5 or rankwise cannot use this name; choose another")
         if self._is_returnn and not isinstance(fields.get(returnn.TAG), str):
             raise DataError("layout='returnn' needs tag=..., the sequence tag (a str), in each sample")
+        if not self._is_returnn and len(fields) > _MOST_FIELDS:
+            raise DataError(f"a sample has {len(fields)} fields, but at most {_MOST_FIELDS} fit; use arrays of many values")
         if self._is_returnn and returnn.SIZES in fields:
             raise DataError("layout='returnn': RETURNN reads a field `sizes` as the axes of `data`; give it another name")
         if self._is_returnn and len(fields) == 1:
