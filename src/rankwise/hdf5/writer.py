@@ -5,7 +5,7 @@
             writer.add(image=image, label=label)
 
 Until `close`, added samples are in a folder beside the file. `close` writes the rows of each field one after the other to a
-single file, with checksums, and renames it. So the disk needs twice the space of the data.
+single file, with checksums, and then gives it its name. So the disk needs twice the space of the data.
 """
 
 from __future__ import annotations
