@@ -29,7 +29,7 @@ from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_s
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
 from rankwise.dist import comm, log, private_names
-from rankwise.dist.device import local_device, to_device
+from rankwise.dist.device import DEVICE, local_device, to_device
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, Argument, one_of, takes
@@ -37,9 +37,6 @@ from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTIO
 _BATCHES = Argument(
     lambda value: isinstance(value, LengthBatches) or (hasattr(value, "__iter__") and not isinstance(value, str)),
     "LengthBatches(...), or a batch sampler that yields lists of indices, each a global batch",
-)
-_DEVICE = Argument(
-    lambda value: isinstance(value, torch.device) or (isinstance(value, str) and _is_device(value)), 'a device: "cpu", "cuda:0"'
 )
 _MOVED = {
     "world": "leave it out; the Loader calls rankwise.init() at its first use",
@@ -102,7 +99,7 @@ class Loader:
         accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, split=one_of(*SPLITS).or_none,
         uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO, max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none,
         num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none, pin_memory=FLAG.or_none,
-        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=_DEVICE.or_none, workers=FROM_ZERO.or_none, moved=_MOVED,
+        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=DEVICE.or_none, workers=FROM_ZERO.or_none, moved=_MOVED,
     )  # fmt: skip
     def __init__(
         self,
@@ -495,11 +492,3 @@ def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last
         raise ConfigError(f"batches=... cannot be used with a stream ({type(stream).__name__}); give global_batch_size instead")
     if batches is not None and drop_last:
         raise ConfigError("drop_last works only with batch_size or global_batch_size; remove it")
-
-
-def _is_device(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True

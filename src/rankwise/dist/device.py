@@ -17,6 +17,17 @@ from torch.nn.utils.rnn import PackedSequence
 from rankwise.dist import accelerator, comm
 from rankwise.dist.world import World, ranks_of_one_agent
 from rankwise.errors import DeviceError, WorldError
+from rankwise.host.arguments import Argument
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
+    except RuntimeError:
+        return False
+
+
+DEVICE = Argument(_is_device, 'a device: "cpu", "cuda:0"')
 
 
 def local_device(world: World | None = None) -> torch.device:
