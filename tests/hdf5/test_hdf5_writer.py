@@ -73,7 +73,7 @@ def test_one_very_long_text_does_not_make_the_others_as_long(tmp_path: Path, lay
     assert (tmp_path / "x.h5").stat().st_size < 7_000_000
     assert dataset[:]["tag"] == texts
     assert dataset[5000]["tag"] == ""
-    assert dataset.verify() == 5002 * 8
+    assert dataset.verify() > 5002 * 8 + 5_000_000
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["tag" if layout == "plain" else "seqTags"].asstr()[4999] == "ü4999"
 
@@ -115,7 +115,7 @@ def test_all_samples_may_be_empty(tmp_path: Path) -> None:
 def test_a_changed_byte_is_found_and_its_place_told(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     dataset = written(path, [{"x": np.full(1000, k, "i4"), "name": "n"} for k in range(5000)])
-    assert dataset.verify() == 20_000_000
+    assert dataset.verify() == 20_000_000 + 5000  # and the names
     with h5py.File(path) as file:
         at = file["x"].id.get_offset() + 9_000_000
     with path.open("r+b") as raw:
@@ -125,6 +125,53 @@ def test_a_changed_byte_is_found_and_its_place_told(tmp_path: Path) -> None:
         DataError, match=r"x\.h5 is corrupted: bytes \d+ to \d+ of the file, .* into x, are not those that were written"
     ):
         dataset.verify()
+
+
+def change(file: Any, name: str) -> None:
+    """Exchange the first two values of a dataset, as a fault of a disk or of another program would."""
+    values = file[name][...]
+    values[[0, 1]] = values[[1, 0]]
+    file[name][...] = values
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("plain", "text"), ("plain", "rankwise/lengths/x"), ("returnn", "seqTags"), ("returnn", "seqLengths")],
+)
+def test_changed_texts_and_lengths_are_found_too(layout: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    text = "text" if layout == "plain" else "tag"
+    field = "x" if layout == "plain" else "data"
+    samples = [{field: np.full((k + 1, 2), k, "f4"), text: f"text {k}"} for k in range(5)]
+    before = written(path, samples, layout=layout).verify()
+    assert before > 15 * 2 * 4
+    with h5py.File(path, "r+") as file:
+        change(file, name)
+    with pytest.raises(DataError, match=rf"x\.h5 is corrupted: the values of {name} are not those that were written; copy"):
+        HDF5Dataset(path).verify()
+
+
+def test_texts_of_different_lengths_have_a_checksum_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    assert written(path, [{"t": "a" * (1 if k else 1 << 21)} for k in range(20)]).verify() > 0
+    with h5py.File(path, "r+") as file:
+        assert file["t"].dtype == object
+        change(file, "t")
+    with pytest.raises(DataError, match="the values of t are not those that were written"):
+        HDF5Dataset(path).verify()
+
+
+def test_a_damaged_chunk_is_found_and_its_rows_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    rows = np.random.default_rng(0).integers(0, 9, (400_000, 2))
+    assert written(path, [{"x": row} for row in rows], compress="gzip").verify() == rows.nbytes
+    with h5py.File(path) as file:
+        chunk = file["x"].id.get_chunk_info(1)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset + chunk.size // 2)
+        raw.write(b"\xff\x00\xff")
+    with pytest.raises(DataError, match=rf"x is corrupted|x cannot be read from row {chunk.chunk_offset[0]} on; copy the file"):
+        HDF5Dataset(path).verify()
 
 
 def test_a_file_that_others_wrote_has_nothing_to_verify(tmp_path: Path) -> None:

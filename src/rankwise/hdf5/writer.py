@@ -241,6 +241,7 @@ class HDF5Writer:
         for name, spool in self._fields.items():
             if spool.is_text:
                 _put_text(file, homes[name], spool.texts)
+                checksums.add(file, homes[name])
             elif self._compress is not None and spool.bytes:
                 spool.compress_into(file, homes[name], self._compress)
             else:
@@ -252,12 +253,14 @@ class HDF5Writer:
                     places.append((spool, offset, sums))
         if self._is_returnn:
             _describe_for_returnn(file, self._fields, self._dims)
+            checksums.add(file, "seqLengths")
         else:
             ours = file.require_group(OURS)
             ours.attrs["fields"] = list(self._fields)
             for name, spool in self._fields.items():
                 if spool.is_uneven:
                     ours.create_dataset(f"lengths/{name}", data=np.array(spool.lengths, "<i8"))
+                    checksums.add(file, f"{OURS}/lengths/{name}")
         return places
 
 
