@@ -942,6 +942,84 @@ def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> Non
 # --- the optimizer, the model
 
 
+class CountsSteps(torch.optim.SGD):
+    """It also keeps a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[call-overload, index]
+        return super().step(closure)
+
+
+class Wrapping:
+    """An optimizer that wraps another, and is none of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.step, self.state_dict, self.load_state_dict = optimizer.step, optimizer.state_dict, optimizer.load_state_dict
+
+
+class Subclass(torch.optim.Optimizer):
+    """Another, which does not call `super().__init__`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def with_momentum(parameters: Any, kind: type[torch.optim.SGD] = torch.optim.SGD) -> torch.optim.SGD:
+    return kind(parameters, lr=0.02, momentum=0.9, foreach=False)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "plain": with_momentum,
+    "counting": lambda parameters: with_momentum(parameters, CountsSteps),
+    "wrapping": lambda parameters: Wrapping(with_momentum(parameters)),
+    "a subclass": lambda parameters: Subclass(with_momentum(parameters)),
+}
+
+
+def trained_by_each_kind(folder: Path) -> list[Flat]:
+    found = []
+    for name, make in KINDS.items():
+        fit(folder / f"{name}-{comm.world_size()}", optimizer=make, max_epochs=1)
+        found.append(fit(folder / f"{name}-{comm.world_size()}", optimizer=make, max_epochs=3)[0])
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_optimizers_that_wrap_others_or_keep_more_train_as_plain_ones(n: int, tmp_path: Path) -> None:
+    for found in on_ranks(n, trained_by_each_kind, tmp_path):
+        assert [np.array_equal(found[0], other) for other in found[1:]] == [True] * (len(KINDS) - 1)
+
+
+def measures(folder: Path) -> list[Any]:
+    def act(state: TrainState) -> None:
+        state.measure({"tensor": torch.tensor(0.5), "array": np.float32(0.25), "bool": torch.tensor(True)})  # type: ignore[dict-item]
+        state.note({"noted": torch.tensor([2.0])})  # type: ignore[dict-item]
+
+    def wrong(state: TrainState) -> None:
+        state.measure({"x": torch.zeros(2)})  # type: ignore[dict-item]
+
+    fit(folder / "run", max_steps=2, actions=[act])
+    last = records(folder / "run")[-1]
+    return [*(last[name] for name in ("tensor", "array", "bool", "noted")), error_of(folder / "other", actions=[wrong])]
+
+
+def test_a_metric_may_be_a_tensor_or_a_number_of_numpy(tmp_path: Path) -> None:
+    [(*numbers, error)] = on_ranks(1, measures, tmp_path)
+    assert numbers == [0.5, 0.25, 1.0, 2.0]
+    assert error == ("ConfigError", "the metric 'x' is tensor([0., 0.]); give one number")
+
+
 def scaled(folder: Path, **settings: Any) -> tuple[list[tuple[int, float]], str, list[tuple[int, float]]]:
     """(the learning rates of a run with a scheduler, what it printed, an empty list)."""
     settings = {"global_batch_size": None, "batch_size": 4, "max_epochs": None, "scheduler": cosine, **settings}

@@ -375,7 +375,7 @@ class Trainer:
         if self._actions.stepped is not None and steps is not None:
             check_schedule(self._actions.stepped, steps)
         self._saving.begin(state.step, saved=manifest is not None)
-        self._skipped.begin(state.step)
+        self._skipped.begin()
         self._begun_at = self._weights.finite_at = state.step
         batch, strategy, precision = self.loader.describe_batch(), self.sync.describe(), self.precision.name
         scaled = optimizers.scaled(state.optimizer)

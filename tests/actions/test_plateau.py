@@ -49,6 +49,22 @@ def test_a_metric_that_an_earlier_attempt_has_measured_is_not_reported_as_unknow
     assert capsys.readouterr().out == ""
 
 
+def test_another_evaluation_may_be_due_before_the_one_that_is_followed(
+    state: TrainState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plateau = Plateau(ReduceLROnPlateau(state.optimizer, patience=0), "eval_loss")
+    state.measure({"eval_test_loss": 1.0})
+    plateau(state)
+    assert capsys.readouterr().out.startswith("warning: Plateau waits for 'eval_loss', which nothing has measured so far")
+    state.step = 2
+    state.measure({"eval_loss": 1.0})
+    plateau(state)
+    state.step = 5
+    state.measure({"eval_test_loss": 1.0, "eval_gap": 0.1})
+    plateau(state)
+    assert state.optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_another_scheduler_is_refused(state: TrainState) -> None:
     with pytest.raises(ConfigError, match=r"^Plateau\(scheduler=.*\): give torch's ReduceLROnPlateau"):
         Plateau(StepLR(state.optimizer, 1))  # type: ignore[arg-type]

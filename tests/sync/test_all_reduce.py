@@ -799,3 +799,23 @@ def test_gradients_that_came_by_loss_backward_alone_are_refused_and_a_rank_witho
     refused = "loss.backward() does not count samples; call sync.backward(loss_sum, count) instead"
     for said in on_ranks(n, steps_after_a_users_own_backward, overlap):
         assert said == [refused, "", refused, ""]
+
+
+def backward_after_the_last(at: int) -> str:
+    model = nn.Linear(2, 1)
+    sync = AllReduce(overlap=True).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for number in range(2):
+            sync.backward(model(torch.ones(3, 2)).sum(), 3, last=number >= at)
+        sync.step()
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_pass_after_the_last_is_an_error() -> None:
+    assert on_ranks(2, backward_after_the_last, 1) == ["", ""]
+    assert (
+        on_ranks(2, backward_after_the_last, 0)
+        == ["backward() was called after the micro-batch with last=True; give last=True to the last one only"] * 2
+    )

@@ -236,6 +236,61 @@ def test_a_resume_between_two_averages_is_bit_equal_to_the_unbroken_training(n: 
         assert wrong == []
 
 
+class Changing:
+    """A training in which layers take turns, a group is added, one layer is frozen, and a weight of the loss is outside the
+    model."""
+
+    def __init__(self, make_sync: Callable[[], Any]) -> None:
+        torch.manual_seed(5)
+        self.model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)]).double()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        first = [*self.model[0].parameters(), *self.model[1].parameters(), self.weight]
+        self.optimizer = torch.optim.Adam(first, lr=0.05)
+        self.sync = make_sync().attach(self.model, self.optimizer, typical_count=8.0)
+
+    def step(self, number: int) -> None:
+        if number == 2:
+            self.optimizer.add_param_group({"params": list(self.model[2].parameters()), "lr": 0.003})
+        if number == 4:
+            self.model[2].requires_grad_(False)
+        self.model[0].requires_grad_(number % 2 == 0)
+        self.model[1].requires_grad_(number % 2 == 1)
+        self.sync.follow()
+        for x, y in samples(number, comm.rank(), comm.world_size(), False):
+            hidden = self.model[0](x).tanh()
+            out = self.model[1](hidden) + self.model[2](hidden)
+            self.sync.backward(F.cross_entropy(out * self.weight, y, reduction="sum"), len(y))
+        self.sync.step()
+
+    def numbers(self) -> list[float]:
+        tensors = [*self.model.parameters(), self.weight]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [*rates, *(value for tensor in tensors for value in tensor.detach().flatten().tolist())]
+
+
+def changing(make: str, cut: int | None) -> list[float]:
+    training = Changing(STRATEGIES[make])
+    for number in range(12):
+        if number == cut:
+            state = saved(training.sync, training.model, training.optimizer)
+            training = Changing(STRATEGIES[make])
+            training.sync.load_state_dict(state["sync"])
+            training.model.load_state_dict(state["model"])
+            training.optimizer.load_state_dict(state["optimizer"])
+            training.sync.load_rank_state_dict(state["own"])
+        training.step(number)
+    training.sync.finish()
+    return training.numbers()
+
+
+@pytest.mark.parametrize("make", ["local-sgd:4", "local-sgd:4, averaged state", "post-local", "diloco"])
+def test_what_was_trained_at_any_time_of_a_period_is_averaged_and_a_resume_there_changes_no_bit(make: str) -> None:
+    unbroken = on_ranks(2, changing, make, None)
+    assert unbroken[0] == unbroken[1]
+    for cut in (3, 5, 6):
+        assert on_ranks(2, changing, make, cut) == unbroken
+
+
 def resumed_from_the_older(kind: Callable[..., Any]) -> bool:
     """Whether a training whose newer checkpoint (of local steps) has a corrupted model resumes from an older one (of exact
     steps) as if there were no newer one."""

@@ -58,12 +58,19 @@ def test_a_hundred_in_a_row_end_the_run_and_a_step_between_does_not(skipped: Ski
 
 
 def test_a_run_that_has_trained_nothing_is_an_error_in_its_last_step(skipped: SkippedSteps, state: TrainState) -> None:
-    state.step = 4
-    skipped.begin(4)
     skip(skipped, state, 1, NOTHING)
     state.last = True
     with pytest.raises(StepError, match=r"its counts sum to 0, in each of the 2 steps: nothing was trained"):
         skip(skipped, state, 1, NOTHING)
+
+
+def test_a_resumed_run_whose_last_steps_are_skipped_has_trained_something(skipped: SkippedSteps, state: TrainState) -> None:
+    state.step = 4
+    skipped.begin()
+    skip(skipped, state, 1, NOTHING)
+    state.last = True
+    skip(skipped, state, 1, NOTHING)
+    assert state.steps_left_out == 2
 
 
 def test_weights_that_are_not_finite_are_named_rather_than_the_gradient(skipped: SkippedSteps, state: TrainState) -> None:

@@ -12,10 +12,11 @@ from rankwise.training.state import TrainState
 
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
-    """The value if this step has measured the metric. Raises ConfigError if the step has only other metrics of the same
-    evaluation."""
-    now = state.measured_now
-    if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
+    """The value if this step has measured the metric. Raises ConfigError if nothing has measured it so far, and the step has
+    other metrics of the same evaluation."""
+    now, evaluation = state.measured_now, metric.rpartition("_")[0]
+    others = [name for name in now if evaluation and name.rpartition("_")[0] == evaluation]
+    if metric not in state.metrics and others:
         raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")
     if metric not in state.metrics and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
         log.warning_once(

@@ -85,8 +85,8 @@ def _verify_small(dataset: Any, path: str, sums: list[int]) -> int:
     content = _content(dataset)
     if _sums_of(content) != sums:
         raise DataError(
-            f"{path} is corrupted: the values of {dataset.name[1:]} are not those that were written; copy the file or create it "
-            "again"
+            f"{path} is corrupted: the values of {dataset.name[1:]} are not those that were written; copy the file or create "
+            "it again"
         )
     return len(content)
 

@@ -75,6 +75,7 @@ class AllReduce:
         self.overlap, self._compress, self._reduce = overlap, compress, reduce
         self.promise = "rounded" if compress is not None else "summed" if reduce == "sum" else "exact"
         self._memory = Memory({}, {})
+        self._on_step: Any = None
         self._seed: torch.Tensor | None = None
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
@@ -120,7 +121,8 @@ class AllReduce:
         self._agree(ConfigError)
         comm.broadcast(self._trained.tensors())
         self._reduction = self._new_reduction()
-        self._on_step = optimizer.register_step_pre_hook(self._before_step)
+        with contextlib.suppress(AttributeError):  # an optimizer that wraps another may have no hooks
+            self._on_step = optimizer.register_step_pre_hook(self._before_step)
         return self
 
     def _new_reduction(self) -> Reduction:
@@ -216,6 +218,8 @@ class AllReduce:
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
+        if self._reduction.begun:
+            raise StepError("backward() was called after the micro-batch with last=True; give last=True to the last one only")
         self._called = True
         self._reduction.expect(count, last)
         try:
@@ -327,7 +331,8 @@ class AllReduce:
     def finish(self) -> None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
         comm.broadcast(list(self._trained.model.buffers()))
-        self._on_step.remove()
+        if self._on_step is not None:
+            self._on_step.remove()
 
     # --- what is saved
 
@@ -341,10 +346,13 @@ class AllReduce:
         self._called = False
         if "trained" in state:  # older checkpoints do not have it
             self._trained.load_state_dict(state["trained"])
+        self._load_loss_scale(state)
+        self._memory.put(Memory({}, self._by_id(state.get("rights", {}))))
+
+    def _load_loss_scale(self, state: Mapping[str, Any]) -> None:
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
             self._seed = None
-        self._memory.put(Memory({}, self._by_id(state.get("rights", {}))))
 
     def _by_name(self, kept: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: kept[id(p)] for name, p in self._trained.named().items() if id(p) in kept}

@@ -6,6 +6,9 @@ local.step().mine
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,6 +26,8 @@ class Local(AllReduce):
         self.is_exact = exact_first
         self.came: dict[str, str] = {}
         """Digests, by name, of tensors that are new since this rank steps alone: other ranks may have other values."""
+        self.moved: dict[str, torch.Tensor] = {}
+        """What was trained at any time since `begin_period`, by name, also what is frozen again."""
 
     @property
     def _together(self) -> bool:
@@ -38,13 +43,27 @@ class Local(AllReduce):
         self._sent_before += self._reduction.sent_bytes
         self._reduction = self._new_reduction()
 
+    def begin_period(self) -> None:
+        """The replicas are equal now."""
+        self.came.clear()
+        self.moved = self.trained_parameters()
+
     def _follow(self, told: bool) -> None:
         if told or self.is_exact:
             super()._follow(told)
-            return
-        self.came |= digests(self._trained.new())
-        with comm.alone():
-            super()._follow(told)
+        else:
+            self.came |= digests(self._trained.new())
+            with comm.alone():
+                super()._follow(told)
+        self.moved |= self.trained_parameters()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """What differs between ranks that step alone, besides tensors: the loss scale."""
+        return {"loss_scale": self._loss_scale.state_dict()} if self._loss_scale is not None else {}
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Call this after `load_state_dict`. Older checkpoints have more in it, which is that of all ranks."""
+        self._load_loss_scale(state)
 
     @property
     def sent_bytes(self) -> int:

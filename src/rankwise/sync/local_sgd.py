@@ -106,7 +106,7 @@ class LocalSGD:
         check_alike(self)
         self._model, self._optimizer = model, optimizer
         self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
-        self._moving = self._trained_now()
+        self._local.begin_period()
         self._next = self._after(self.start)
         self._start_clock()
         return self
@@ -136,6 +136,7 @@ class LocalSGD:
 
     def _part(self) -> None:
         self._local.switch(exact=False)
+        self._local.begin_period()
         self._start_clock()
 
     def _start_clock(self) -> None:
@@ -148,8 +149,7 @@ class LocalSGD:
         shared, share = self._survey((began - self._since) / max(self._done - self._since_step, 1))
         self._exchange(share)
         self._weight, self._skipped = 0.0, 0
-        self._local.came.clear()
-        self._moving = self._trained_now()
+        self._local.begin_period()
         self._averages += 1
         self.averaged_at.append(self._done)
         self._waited_s += time.perf_counter() - began
@@ -218,7 +218,7 @@ class LocalSGD:
         return local + self.every if saved <= local or is_far else saved
 
     def _is_finite(self) -> bool:
-        norms = private_names.norms([t.detach() for t in self._moving.values()], torch.float64)
+        norms = private_names.norms([t.detach() for t in self._local.moved.values()], torch.float64)
         return bool(torch.isfinite(torch.stack([norm.cpu() for norm in norms])).all())
 
     def _warn(self, bad: Sequence[int], skipped: Sequence[int]) -> None:
@@ -243,8 +243,7 @@ class LocalSGD:
         buffers."""
         if module is not None:
             return [t for t in module.state_dict().values() if t.is_floating_point()]
-        moving = {**self._moving, **self._trained_now()}
-        return [*moving.values(), *(b for b in self._model.buffers() if b.is_floating_point())]
+        return [*self._local.moved.values(), *(b for b in self._model.buffers() if b.is_floating_point())]
 
     def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
         state = named_state(self._model, self._optimizer)
@@ -259,7 +258,7 @@ class LocalSGD:
         return float(int(xxhash.xxh3_64_hexdigest(repr(self._traits()).encode())[:12], 16))
 
     def _traits(self) -> list[tuple[str, ...]]:
-        named: dict[str, torch.Tensor] = {**self._moving, **self._trained_now(), **dict(self._model.named_buffers())}
+        named: dict[str, torch.Tensor] = {**self._local.moved, **dict(self._model.named_buffers())}
         if self._optimizer_state == "average":
             named |= dict(self._optimizer_tensors())
         traits = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named.items()]
@@ -366,7 +365,8 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         shared = {"done": self._done, "next": self._next, "began": self._began_period, "averages": self._averages}
-        return {**shared, "averaged_at": list(self.averaged_at), "local": self._local.state_dict()}
+        moved = {"moved": list(self._local.moved)}
+        return {**shared, **moved, "averaged_at": list(self.averaged_at), "local": self._local.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "done" not in state:
@@ -381,7 +381,8 @@ class LocalSGD:
         if self._local.is_exact != (exact := self._done < self.start):
             self._local.switch(exact)
         self._local.load_state_dict(state["local"])
-        self._moving = self._trained_now()
+        named = self._local.named_parameters()
+        self._local.moved = {n: named[n] for n in state.get("moved", ()) if n in named} | self._trained_now()
         self._start_clock()
 
     def rank_state_dict(self) -> dict[str, Any] | None:
@@ -390,7 +391,7 @@ class LocalSGD:
             return {"exact": own} if own is not None else None
         if self._own is None:
             return None
-        own = {"tensors": self._own, "optimizer": self._optimizer.state_dict(), "local": self._local.state_dict()}
+        own = {"tensors": self._own, "optimizer": self._optimizer.state_dict(), "local": self._local.own_state_dict()}
         return {**own, "weight": self._weight, "skipped": self._skipped}
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -406,7 +407,7 @@ class LocalSGD:
         for name, value in state["tensors"].items():
             named[name].copy_(value)
         self._optimizer.load_state_dict(state["optimizer"])
-        self._local.load_state_dict(state["local"])
+        self._local.load_own_state_dict(state["local"])
         self._weight, self._skipped = state["weight"], state["skipped"]
 
 

@@ -1,6 +1,6 @@
 """Steps that are skipped on all ranks: counted, the first ones printed; too many in a row stop the run.
 
-skipped = SkippedSteps(weights, progress.say);  skipped.begin(state.step);  skipped.add(state, result.shared)
+skipped = SkippedSteps(weights, progress.say);  skipped.begin();  skipped.add(state, result.shared)
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ class SkippedSteps:
         self.in_a_row = 0
         self._weights = weights
         self._say = say
-        self._begun_at = 0
 
-    def begin(self, step: int) -> None:
-        """The loop starts after step `step`."""
+    def begin(self) -> None:
+        """The loop starts."""
         self.in_a_row = 0
-        self._begun_at = step
 
     def add(self, state: TrainState, result: Shared) -> None:
         """The last step was skipped. All ranks see the same result, so either all raise StepError or none does."""
@@ -40,8 +38,8 @@ class SkippedSteps:
         self.in_a_row += 1
         if self.in_a_row >= _MOST_IN_A_ROW:
             raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row; check the loss, the learning rate and the data")
-        if state.last and self.in_a_row == state.step - self._begun_at:
-            raise StepError(f"{why}, in each of the {self.in_a_row} steps: nothing was trained")
+        if state.last and state.steps_left_out == state.step:
+            raise StepError(f"{why}, in each of the {state.step} steps: nothing was trained")
         if self.in_a_row <= _PRINTED:
             more = f"; later ones are only counted; {_MOST_IN_A_ROW} in a row stop the run" if self.in_a_row == _PRINTED else ""
             self._say(f"warning: step {state.step} is skipped on all ranks: {why} ({state.steps_left_out} so far){more}")

@@ -163,7 +163,8 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {id(p): name for name, p in named_parameters(model, optimizer).items()}
     return {
         f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
-        for p, kept in optimizer.state.items()
+        for p, kept in getattr(optimizer, "state", {}).items()
+        if isinstance(p, torch.Tensor)  # some optimizers also keep numbers that belong to no parameter
         for key, value in kept.items()
     }
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigError
-from rankwise.host.arguments import Argument, takes
+from rankwise.host.arguments import Argument, shown, takes
 
 
 class Stateful(Protocol):
@@ -85,6 +85,7 @@ class TrainState:
 
     def measure(self, figures: Mapping[str, float]) -> None:
         """Add metrics of this step to `metrics`. Your own actions may call this; `keep_best` can use these metrics."""
+        figures = {name: _number(name, value) for name, value in figures.items()}
         self.metrics.update(figures)
         self.measured.update(dict.fromkeys(figures, self.step))
         self._measured_at = self.step
@@ -94,7 +95,7 @@ class TrainState:
         in checkpoints."""
         if self._noted_at != self.step:
             self._noted = {}
-        self._noted.update(figures)
+        self._noted.update({name: _number(name, value) for name, value in figures.items()})
         self._noted_at = self.step
 
     @property
@@ -125,3 +126,13 @@ class TrainState:
         # Of the last `fit` with this object, if there was one:
         self.epoch_ended = self.skipped = self.last = False
         self.clock_s, self.measured, self._measured_at, self._noted_at = 0.0, {}, -1, -1
+
+
+def _number(name: str, value: Any) -> float:
+    """Of a tensor or a number of NumPy, too. Raises ConfigError for anything else."""
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"the metric {name!r} is {shown(value)}; give one number") from None
