@@ -942,6 +942,46 @@ def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> Non
 # --- the optimizer, the model
 
 
+def images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(40, 3, 6, 6, generator=generator, dtype=torch.float64))
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 1)).double()
+
+
+def in_channels_last(folder: Path, kind: str) -> list[Flat]:
+    """The parameters at the end: without a change of the memory format; with one in mid-training; and after a resume."""
+
+    def square(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return (model(batch[0]) - 1).square().sum(), len(batch[0])
+
+    def turn(state: TrainState) -> None:
+        if state.step == 3:
+            state.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), "adam": lambda p: torch.optim.AdamW(p, lr=0.01)}[kind]
+    given = {"step_fn": square, "train_data": images(), "optimizer": make, "max_epochs": None}
+    there = folder / str(comm.world_size())
+    found = [
+        fit(there / "plain", model=convolutions(), max_steps=8, **given)[0],
+        fit(there / "turned", model=convolutions(), max_steps=8, actions=[turn], **given)[0],
+    ]
+    fit(there / "resumed", model=convolutions(), max_steps=3, **given)
+    turned = convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return [*found, fit(there / "resumed", model=turned, max_steps=8, **given)[0]]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_another_memory_format_in_mid_training_or_after_a_resume_changes_nothing(n: int, kind: str, tmp_path: Path) -> None:
+    for plain, *others in on_ranks(n, in_channels_last, tmp_path, kind):
+        for other in others:
+            assert np.abs(plain - other).max() < 1e-12
+
+
 class CountsSteps(torch.optim.SGD):
     """It also keeps a number that belongs to no parameter."""
 

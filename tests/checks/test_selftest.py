@@ -324,8 +324,9 @@ def _equalised(sync: AllReduce, module: nn.Module | None = None) -> Iterator[Non
     yield
 
 
-def _without_memory(codec: codecs.Codec, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
-    codec._sum(flat.clone(), flat)
+def _without_memory(codec: codecs.Codec, flat: torch.Tensor) -> torch.Tensor:
+    codec._new_rights = codec._sum(flat.clone(), flat)
+    codec._work.zero_()
     return flat
 
 

@@ -37,7 +37,10 @@ def balance(name: str) -> tuple[float, float]:
     """(by how much what was sent and what is kept differ from what should be sent, what one message lost)."""
     given = messages(comm.rank(), 6)
     codec = codec_of(name, given[0], SHAPES)
-    told = [codec.sum_(one.clone()) for one in given]
+    told = []
+    for one in given:
+        told.append(codec.sum_(one.clone()))
+        codec.remember()
     wanted = comm.all_reduce(torch.stack(given).sum(0))
     kept = comm.all_reduce(codec.error.clone())
     first = comm.all_reduce(given[0].clone())
@@ -59,6 +62,7 @@ def of_low_rank() -> float:
     codec = codec_of("powersgd:2", flat, [SHAPES[0], *(torch.Size((s.numel(),)) for s in SHAPES[1:])])
     for _ in range(3):
         total = codec.sum_(flat.clone())
+        codec.remember()
     return float((total - 2 * flat).abs().max())
 
 
@@ -71,6 +75,7 @@ def not_finite(name: str) -> list[bool]:
     flat = messages(comm.rank(), 1)[0]
     codec = codec_of(name, flat, SHAPES)
     codec.sum_(flat.clone())
+    codec.remember()
     before = codec.error.clone(), {i: right.clone() for i, right in codec.rights.items()}
     seen = []
     for bad in (math.nan, math.inf, -math.inf):
@@ -78,6 +83,7 @@ def not_finite(name: str) -> list[bool]:
         if comm.rank() == 1:
             spoilt[7] = bad
         seen.append(bool(torch.isfinite(codec.sum_(spoilt)).all()))
+        codec.remember()
         if comm.rank() == 1 or name.startswith("powersgd"):
             seen.append(torch.equal(codec.error, before[0]))
         seen += [torch.equal(right, before[1][i]) for i, right in codec.rights.items()]
@@ -231,3 +237,32 @@ def test_wrong_names_are_refused_before_anything_is_sent() -> None:
             AllReduce(compress=name)
     with pytest.raises(ConfigError, match="a compressed message is sent after the backward pass; remove one"):
         AllReduce(overlap=True, compress="bf16")
+
+
+def with_skipped_steps(name: str, skipped: str) -> tuple[list[bool], list[float]]:
+    """(whether each step was made, the weights at the end). `skipped`: what skips every second step."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    sync = AllReduce(compress=name).attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    generator, stepped = torch.Generator().manual_seed(comm.rank()), []
+    for _ in range(3):
+        gradient = torch.randn(16, 16, generator=generator)
+        sync.backward((model.weight * gradient).sum(), 4, last=True)
+        stepped.append(sync.step().mine.stepped)
+        if skipped == "no samples":
+            sync.backward((model.weight * 0).sum(), 0, last=True)
+        elif skipped == "not finite":
+            sync.backward((model.weight * (math.nan if comm.rank() else 1.0)).sum(), 4, last=True)
+        if skipped:
+            stepped.append(sync.step().mine.stepped)
+    return stepped, model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("skipped", ["no samples", "not finite"])
+@pytest.mark.parametrize("name", ["int8", "bf16", "powersgd:1"])
+def test_a_skipped_step_loses_nothing_of_what_is_kept(name: str, skipped: str) -> None:
+    for (_, expected), (stepped, weights) in zip(
+        on_ranks(2, with_skipped_steps, name, ""), on_ranks(2, with_skipped_steps, name, skipped), strict=True
+    ):
+        assert stepped == [True, False] * 3
+        assert weights == expected

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint import own_states, sharding
 from rankwise.checkpoint.catalog import Catalog
@@ -23,6 +25,7 @@ from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
 from rankwise.host.arguments import shown
 from rankwise.host.text import count, cut, short
+from rankwise.training.optimizer import align_state
 from rankwise.training.state import Stateful
 
 RNG = "rng"
@@ -110,6 +113,9 @@ def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify
         for name, part in parts.items():
             load_part(folder, manifest, name, part, verify)
         own_states.load(manifest, parts, lambda name: _read(folder, manifest, name, None, verify))
+        for part in parts.values():
+            if isinstance(part, Optimizer):
+                align_state(part)
         load_stream(folder, manifest, verify)
         if verify and comm.is_main():  # a checkpoint is intact or corrupted as a whole, even if not all of it is loaded
             for name in manifest.files.keys() - asked:

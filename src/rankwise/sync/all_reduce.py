@@ -31,6 +31,7 @@ from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.model import buffers_kept, check_unwrapped, give_own_elements
+from rankwise.training.optimizer import align_state
 from rankwise.training.precision import LossScale
 
 _LARGE = 1e18  # between 1 / _LARGE and this, a float32 norm is exact: its squares neither overflow nor vanish
@@ -197,6 +198,7 @@ class AllReduce:
         self._reduction = self._new_reduction()
         found = [home.get(id(p), mine.get(id(p))) for p in self._reduction.parameters]
         self._reduction.put(found, count)
+        align_state(self._optimizer)
 
     def _agree(self, kind: type[RankwiseError], changed: bool = False) -> None:
         """Collective. If the ranks do not train the same parameters, all raise an error of this kind."""
@@ -275,6 +277,8 @@ class AllReduce:
         if not 1 / _LARGE < norm < _LARGE:
             norm = _norm(gradients, torch.float64).item()  # float32 cannot hold the squares
         finite = math.isfinite(norm) and math.isfinite(sums.total)
+        if finite and sums.total > 0:
+            self._reduction.applied()
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._factor * self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
         if self._loss_scale is not None and not sums.changed:

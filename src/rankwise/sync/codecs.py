@@ -1,6 +1,7 @@
 """Codecs that make a message smaller: 16 bits, 8 bits or few columns per matrix. What a message loses is added to the next one.
 
     codec = codec_of("int8", flat);   codec.sum_(flat)        # collective: the sum over all ranks, without what is lost
+    codec.remember()                                         # if the sum is used
 
 Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
 """
@@ -51,28 +52,32 @@ class Codec:
         self._work = torch.empty_like(self.error)
         self.rights: dict[int, torch.Tensor] = {}
         """The right factors of PowerSGD, by the index of the matrix's shape; written in place. Equal on all ranks."""
+        self._new_rights: list[torch.Tensor] = []
 
     @property
     def held_bytes(self) -> int:
         """The memory that the codec uses between two messages."""
         return sum(tensor.nbytes for tensor in (self.error, self._work, *self.rights.values()))
 
-    def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
-        """Collective. Send `flat` plus `error`: `flat` becomes the sum over ranks of what was sent, and `error` what this
-        message has lost. Without `remember`, or if what was sent is not finite, `error` and `rights` do not change. Returns
-        `flat`."""
+    def sum_(self, flat: torch.Tensor) -> torch.Tensor:
+        """Collective. Send `flat` plus `error`: `flat` becomes the sum over ranks of what was sent. Returns `flat`. Call
+        `remember` before the next message if this sum is used."""
         # A buffer that is kept: to allocate the pages of a new one costs more than the copy into it.
         wanted = torch.add(flat, self.error, out=self._work)
         total = flat if flat.dtype == wanted.dtype else torch.empty_like(wanted)
-        rights = self._sum(wanted, total)
+        self._new_rights = self._sum(wanted, total)
         if total is not flat:
             flat.copy_(total)
-        if remember and bool(torch.isfinite(wanted.sum())):
-            self.error.copy_(wanted)
-        if remember and all(bool(torch.isfinite(right).all()) for right in rights):  # all ranks decide the same
-            for mine, right in zip(self.rights.values(), rights, strict=True):
-                mine.copy_(right)
         return flat
+
+    def remember(self) -> None:
+        """`error` becomes what the last message has lost, and `rights` continue from it, if they are finite. Without this call,
+        as if the message had not been sent."""
+        if bool(torch.isfinite(self._work.sum())):
+            self.error.copy_(self._work)
+        if all(bool(torch.isfinite(right).all()) for right in self._new_rights):  # all ranks decide the same
+            for mine, right in zip(self.rights.values(), self._new_rights, strict=True):
+                mine.copy_(right)
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         """Collective. `total` becomes the sum over ranks of what was sent of `wanted`, and `wanted` what this rank's message

@@ -53,8 +53,11 @@ class CompressedReduction(FlatReduction):
 
     def _exchange(self, changed: bool) -> None:
         for buffer, codec in zip(self._buffers, self._codecs, strict=True):
-            # The message of a change has no gradient; what was lost is added to the next message that has one.
-            codec.sum_(buffer.flat, remember=not changed)
+            codec.sum_(buffer.flat)
+
+    def applied(self) -> None:
+        for codec in self._codecs:
+            codec.remember()
 
     def _gradient_bytes(self) -> int:
         return sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))

@@ -133,6 +133,7 @@ class DiLoCo(LocalSGD):
                 self._codec.error.copy_(self._error)
             self._error = None
         total = self._codec.sum_(deltas)
+        self._codec.remember()
         for (p, anchor), piece in zip(moved, torch.split(total, [p.numel() for p, _ in moved]), strict=True):
             apart += assign(p, anchor + piece.view(p.shape))
         self._sent_bytes += self._codec.sent_bytes(deltas)

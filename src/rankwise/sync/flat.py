@@ -105,6 +105,9 @@ class FlatReduction:
     def gradients(self) -> list[torch.Tensor]:
         return [buffer.gradient for buffer in self._buffers]
 
+    def applied(self) -> None:
+        """Nothing to do."""
+
     def release(self) -> None:
         for buffer in self._buffers:
             buffer.clear()

@@ -157,6 +157,9 @@ class Reduction(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """After `reduce`: all sums, in as few tensors as possible."""
 
+    def applied(self) -> None:
+        """Called after `reduce` if the sums are used for a step; not if it is skipped."""
+
     def release(self) -> None:
         """Called after the optimizer's step."""
 
@@ -180,6 +183,9 @@ class SeparateGradients:
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
+
+    def applied(self) -> None:
+        """Nothing to do."""
 
     def release(self) -> None:
         for parameter in self.parameters:

@@ -120,6 +120,20 @@ def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
     return True
 
 
+@torch.no_grad()
+def align_state(optimizer: Optimizer) -> None:
+    """Lay the state of each parameter out in memory as the parameter is now. torch's fused kernels on a CPU go through the
+    memory of both in order, and would pair other elements: after `model.to(memory_format=...)`, or if a script has that and
+    the checkpoint was made without it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            kept = optimizer.state.get(parameter, {})
+            for key, value in kept.items():
+                is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if is_alike and value.stride() != parameter.stride():
+                    kept[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
