@@ -39,6 +39,7 @@ _OVERLAP = Argument(
     lambda value: value is None or isinstance(value, bool),
     "True (buckets during the backward pass), False (one message after it), or None",
 )
+_NOTHING = Memory({}, {})
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
 
@@ -76,6 +77,8 @@ class AllReduce:
         self.overlap, self._compress, self._reduce = overlap, compress, reduce
         self.promise = "rounded" if compress is not None else "summed" if reduce == "sum" else "exact"
         self._memory = Memory({}, {})
+        self._loaded = _NOTHING
+        """Of a checkpoint, until the next step: parameters that the script has frozen are added by `follow`, after the load."""
         self._on_step: Any = None
         self._seed: torch.Tensor | None = None
         self._told_unused = False
@@ -131,7 +134,7 @@ class AllReduce:
         if self._compress is not None and self._together:
             self._overlaps = False
             compressed = CompressedReduction(parameters, self._compress)
-            compressed.memory.put(self._memory)
+            compressed.memory.put(self._memory if self._loaded is _NOTHING else self._loaded)
             self._memory = compressed.memory
             return compressed
         self._overlaps = self._takes_ddp(parameters)
@@ -266,6 +269,7 @@ class AllReduce:
                 self._leave_alone(tail.without_gradient())
             self._optimizer.step()
         self._reduction.release()
+        self._loaded = _NOTHING
         return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
 
     def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
@@ -351,7 +355,8 @@ class AllReduce:
         if "trained" in state:  # older checkpoints do not have it
             self._trained.load_state_dict(state["trained"])
         self._load_loss_scale(state)
-        self._memory.put(Memory({}, self._by_id(state.get("rights", {}))))
+        self._loaded = Memory({}, self._by_id(state.get("rights", {})))
+        self._memory.put(self._loaded)
 
     def _load_loss_scale(self, state: Mapping[str, Any]) -> None:
         if self._loss_scale is not None and "loss_scale" in state:
@@ -374,7 +379,8 @@ class AllReduce:
         for name, value in (state or {}).get("buffers", {}).items():
             if name in named:
                 named[name].copy_(value)
-        self._memory.put(Memory(self._by_id((state or {}).get("errors", {})), {}))
+        self._loaded = Memory(self._by_id((state or {}).get("errors", {})), self._loaded.rights)
+        self._memory.put(self._loaded)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
