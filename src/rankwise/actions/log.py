@@ -33,6 +33,7 @@ class Log:
         self._samples: Callable[[], int] = int
         self._samples_before = 0
         self._began = self._last_line = time.monotonic()
+        self._interval: dict[str, Total] = {}
         self._epoch: dict[str, Total] = {}
         self._epoch_steps = 0
         self._skipped_before = 0
@@ -66,6 +67,7 @@ class Log:
         self._epoch_steps += 1
         if state.step % self.every_steps == 0 or state.epoch_ended or state.last:
             self.reduce(state)
+            self._interval = {}
         if self._is_main:
             self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
         if state.epoch_ended:
@@ -74,16 +76,18 @@ class Log:
             self._say_line(state, "")  # without metrics: these are reduced on all ranks together, at a log interval
 
     def reduce(self, state: TrainState) -> None:
-        """Collective. Update the metrics to this step."""
+        """Collective. Update the metrics to this step: means since the last log interval. A save in between changes none of
+        them, so Plateau and EarlyStopping see the same values however often the run is saved or resumed."""
         if state.step == self._last_step:
             return
         steps = state.step - self._last_step
         self._last_step = state.step
         totals, state.clock_s = self._meters.reduce_with_clock(time.monotonic() - self._began)
         for name, total in totals.items():
-            before = self._epoch.get(name, Total(0.0, 0.0))
-            self._epoch[name] = Total(before.sum + total.sum, before.count + total.count)
-            state.measure({name: total.mean})
+            for kept in (self._interval, self._epoch):
+                before = kept.get(name, Total(0.0, 0.0))
+                kept[name] = Total(before.sum + total.sum, before.count + total.count)
+            state.measure({name: self._interval[name].mean})
         span = self._breakdown.since_last()
         figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
         taken = self._samples()
@@ -132,14 +136,20 @@ class Log:
         self._epoch_steps, self._skipped_before = 0, state.steps_left_out
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": {name: [total.sum, total.count] for name, total in self._epoch.items()},
-            "epoch_steps": self._epoch_steps,
-        }
+        return {"interval": _saved(self._interval), "epoch": _saved(self._epoch), "epoch_steps": self._epoch_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch = {name: Total(*pair) for name, pair in state["epoch"].items()}
+        self._interval = _loaded(state.get("interval", {}))  # older checkpoints do not have it
+        self._epoch = _loaded(state["epoch"])
         self._epoch_steps = state["epoch_steps"]
+
+
+def _saved(totals: dict[str, Total]) -> dict[str, list[float]]:
+    return {name: [total.sum, total.count] for name, total in totals.items()}
+
+
+def _loaded(saved: dict[str, list[float]]) -> dict[str, Total]:
+    return {name: Total(*pair) for name, pair in saved.items()}
 
 
 def _per_second(samples: float) -> str:
