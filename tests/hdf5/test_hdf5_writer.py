@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
@@ -338,17 +339,38 @@ def test_a_full_disk_is_one_error_although_data_is_still_buffered(
     assert list(small_disk.iterdir()) == []
 
 
-def test_more_fields_than_open_files_are_one_error(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def open_files(limit: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        with pytest.raises(
-            DataError, match=r"samples have 300 fields, each needs an open file, but at most 200 open files per process"
-        ):
-            written(tmp_path / "x.h5", before_close({f"f{number}": number for number in range(300)}))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_fields_than_open_files_are_one_error(tmp_path: Path) -> None:
+    said = r"samples have 300 fields, each needs an open file, but at most 200 open files per process"
+    with open_files(200), pytest.raises(DataError, match=said):
+        written(tmp_path / "x.h5", before_close({f"f{number}": number for number in range(300)}))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_a_writer_that_takes_a_sample_has_the_files_that_it_needs_to_close(tmp_path: Path, compress: str | None) -> None:
+    in_use = list(map(int, os.listdir("/proc/self/fd")))
+    limit, taken = max(in_use) + 50, 0
+    for fields in range(limit - len(in_use) - 20, limit - len(in_use) + 5):
+        with open_files(limit):
+            writer = HDF5Writer(tmp_path / f"{fields}.h5", compress=compress)
+            try:
+                writer.add(**{f"f{number}": np.float32(number) for number in range(fields)})
+            except DataError:
+                continue
+            writer.close()
+            taken += 1
+    assert 0 < taken < 20
+    assert len(list(tmp_path.iterdir())) == taken
 
 
 # --- samples that do not fit

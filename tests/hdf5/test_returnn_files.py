@@ -60,6 +60,13 @@ def test_targets_alone(tmp_path: Path) -> None:
     assert HDF5Dataset(path, fields="data")[2].tolist() == [3, 4, 5, 6, 7]
 
 
+def test_targets_alone_may_be_called_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.hdf", {"sizes": np.arange(8), "words": np.arange(3)}, None, [[n, 1] for n in LENGTHS])
+    dataset = HDF5Dataset(path)
+    assert list(dataset[0]) == ["sizes", "sizes_lengths", "words", "words_lengths", "tag"]
+    assert dataset[2]["sizes"].tolist() == [3, 4, 5, 6, 7]
+
+
 def test_strings_as_targets(tmp_path: Path) -> None:
     path = write(tmp_path / "x.hdf", {"raw": np.array([b"x", b"y", b"z"])}, np.arange(8), [[3, 1], [0, 0], [5, 2]])
     assert HDF5Dataset(path, fields="raw")[[0, 1, 2]] == [["x"], [], ["y", "z"]]

@@ -45,11 +45,12 @@ def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, F
     columns = _columns(file, path, len(keys))
     found = {key: Field.with_lengths(stored(file, path, home), columns[:, at]) for at, (key, home) in enumerate(homes.items())}
     _check_columns(path, found)
-    if SIZES in found and INPUTS in found:
+    are_axes = SIZES in found and INPUTS in found
+    if are_axes:
         found[INPUTS] = replace(found[INPUTS], axes=_axes(found[SIZES]))
     if tags:
         found[TAG] = Field(stored(file, path, "seqTags"))
-    names = asked if asked is not None else [name for name in found if name != SIZES or found[INPUTS].axes is None]
+    names = asked if asked is not None else [name for name in found if name != SIZES or not are_axes]
     return {name: found[name] for name in names}
 
 

@@ -42,6 +42,9 @@ _CHUNK_BYTES = 1 << 19
 
 _MOST_FIELDS = 4000  # an attribute has their names: 16 bytes each, and at most 64 kB together
 
+_OPEN_IN_CLOSE = 8
+"""More than the files that `close` has open beside those of the fields: it must not fail when all samples are there."""
+
 _PADDED_BYTES, _PADDED = 16 << 20, 8
 """Texts are padded to one length if this takes at most so many bytes, or so many times the bytes of the texts."""
 
@@ -129,6 +132,9 @@ class HDF5Writer:
         try:
             for number, (name, value) in enumerate(values.items()):
                 self._fields[name] = _Spool(name, value, self._open_folder() / f"{number}.rows", self._is_long(name))
+            with contextlib.ExitStack() as spare:
+                for _ in range(_OPEN_IN_CLOSE):
+                    spare.enter_context(open(os.devnull, "rb"))
         except OSError as error:
             self.discard()
             why = _reason(error)
