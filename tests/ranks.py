@@ -9,12 +9,15 @@ launcher sets, instead of torchrun's variables on one node; `init` is passed to 
     [done] = scripts_on_ranks(1, "train.py", "--lr", "0.1")
 
 is `python train.py --lr 0.1` without its start: a process that is also forked, prints into a file and exits like Python.
+
+If ranks hang, the error has the stacks of all their processes.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -33,11 +36,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Also what the modules of tests import: each rank imports the module of its function, and pytest alone takes longer than the
 # rest. Not what few of them import: a fork takes longer the more memory the process has.
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil"])
 
+_STACKS = signal.SIGRTMIN + 4
+"""On this signal a rank, and each process that is forked from it, writes its stacks."""
+
+_WRITES_STACKS_S = 0.2
 _EXIT_S = 5.0  # all have answered and exit by themselves; to measure coverage they save first (stress/coverage)
 
 
@@ -65,9 +74,9 @@ def on_ranks(
     """What `function(*args, **kwargs)` returns on each of n ranks, in their order."""
     if environ is None:
         environ = [torchrun(r, n, n) if n > 1 else {} for r in range(n)]
-    with _address() as address:
+    with _address() as address, _file() as stacks:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(n)]
-        calls = (function, args, kwargs, dict(init or {}))
+        calls = (str(stacks), function, args, kwargs, dict(init or {}))
         processes = [
             _CONTEXT.Process(
                 target=_rank, args=({**environ[r], **(address if n > 1 else {})}, pipes[r][1], os.getcwd(), *calls)
@@ -79,7 +88,7 @@ def on_ranks(
         for _, writer in pipes:
             writer.close()
         try:
-            answers = [_answer(r, reader, timeout_s) for r, (reader, _) in enumerate(pipes)]
+            answers = [_answer(reader, timeout_s, processes, stacks) for reader, _ in pipes]
             for process in processes if all(ok for ok, _ in answers) else ():
                 process.join(_EXIT_S)
         finally:
@@ -109,8 +118,8 @@ def scripts_on_ranks(
     Several ranks have torchrun's variables; a single one only with `launched`. `argv` starts with a script, or with -m and a
     module.
     """
-    out = [Path(f"/dev/shm/rankwise-test-{uuid.uuid4().hex}") for _ in range(n)]
-    with _address() as address:
+    with _address() as address, contextlib.ExitStack() as files:
+        out = [files.enter_context(_file()) for _ in range(n)]
         started = []
         for rank, path in enumerate(out):
             environ = {**os.environ, **({**torchrun(rank, n, n), **address} if n > 1 or launched else {})}
@@ -120,18 +129,15 @@ def scripts_on_ranks(
         try:
             for process in started:
                 process.join(max(0.0, deadline - time.monotonic()))
+            _ask_for_stacks([process for process in started if process.is_alive()])
         finally:
             for process in started:
                 process.kill()
                 process.join()
-    try:
         return [
             subprocess.CompletedProcess(argv, process.exitcode, path.read_text(), "")
             for process, path in zip(started, out, strict=True)
         ]
-    finally:
-        for path in out:
-            path.unlink(missing_ok=True)
 
 
 def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) -> None:
@@ -140,7 +146,8 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
-    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    fd = os.open(out, os.O_WRONLY | os.O_APPEND)
+    _write_stacks_into(fd)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # both are open as long as the process
@@ -177,9 +184,34 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     os._exit(status)
 
 
-def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]:
+@contextlib.contextmanager
+def _file() -> Iterator[Path]:
+    path = Path(f"/dev/shm/rankwise-test-{uuid.uuid4().hex}")
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_stacks_into(fd: int) -> None:
+    faulthandler.register(_STACKS, file=fd, all_threads=True)
+
+
+def _ask_for_stacks(processes: Sequence[Any]) -> None:
+    """One process after the other, so that the texts are not mixed."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found = psutil.Process(process.pid)
+            for each in (found, *found.children(recursive=True)):
+                each.send_signal(_STACKS)
+                time.sleep(_WRITES_STACKS_S)
+
+
+def _answer(reader: Connection, timeout_s: float, processes: Sequence[Any], stacks: Path) -> tuple[bool, Any]:
     if not reader.poll(timeout_s):
-        return False, f"no answer within {timeout_s} s"
+        _ask_for_stacks(processes)
+        return False, f"no answer within {timeout_s} s; the stacks of all ranks:\n{stacks.read_text()}"
     try:
         return reader.recv()
     except EOFError:
@@ -187,9 +219,17 @@ def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]
 
 
 def _rank(
-    environ: dict[str, str], writer: Connection, cwd: str, function: Callable[..., Any], args: Any, kwargs: Any, init: Any
+    environ: dict[str, str],
+    writer: Connection,
+    cwd: str,
+    stacks: str,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    init: Any,
 ) -> None:
     gc.freeze()  # as above
+    _write_stacks_into(os.open(stacks, os.O_WRONLY | os.O_APPEND))
     os.chdir(cwd)
     for name in ("RANKWISE_RUN_DIR", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
