@@ -146,6 +146,13 @@ def test_the_reference_has_every_public_name_and_each_has_a_docstring() -> None:
     assert [name for name in named if not inspect.getdoc(public[name])] == []
 
 
+def test_names_as_the_documents_write_them_need_no_import_but_that_of_rankwise() -> None:
+    names = sorted({name for text in DOCUMENTS for name in re.findall(r"(?<!::: )\brankwise\.[a-z0-9]+\.[A-Z]\w+", text)})
+    assert "rankwise.data.Blocks" in names
+    done = subprocess.run([sys.executable, "-c", "import rankwise\n" + "\n".join(names)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_page_is_on_the_site() -> None:
     pages = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

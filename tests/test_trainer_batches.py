@@ -133,3 +133,44 @@ def test_a_batch_is_given_in_one_way(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             trainer_of(model, optimizer, step, given, max_steps=1, run_dir=tmp_path, **settings)  # type: ignore[arg-type]
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "shuffle is True": ({}, {"shuffle": False}),
+    "split is None": ({}, {"split": "files"}),
+    "global_batch_size is 8 on rank 0 and None on rank 1": ({}, {"global_batch_size": None, "batches": [[0, 1, 2], [3, 4]]}),
+    "the sum of the indices of the first batch is 3 on": (
+        {"global_batch_size": None, "batches": [[0, 1, 2], [3, 4]]},
+        {"global_batch_size": None, "batches": [[3, 4], [0, 1, 2]]},
+    ),
+    "pool is 30": (
+        {"global_batch_size": None, "batches": LengthBatches(global_tokens=120, pool=30)},
+        {"global_batch_size": None, "batches": LengthBatches(global_tokens=120, pool=31)},
+    ),
+    "the sum of lengths is": (
+        {"global_batch_size": None, "batches": LengthBatches(global_tokens=120)},
+        {"global_batch_size": None, "batches": LengthBatches(global_tokens=120, lengths=LENGTHS + 1)},
+    ),
+}  # fmt: skip
+
+
+def trainers_with_other_settings(folder: Path) -> dict[str, str]:
+    """What the constructor raised."""
+    found = {}
+    for name, settings in OTHERS.items():
+        model = nn.Linear(3, 1).double()
+        loader = rankwise.Loader(Sequences(), collate_fn=padded, **{"global_batch_size": 8, **settings[comm.rank()]})
+        try:
+            rankwise.Trainer(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), step, loader, max_steps=1, run_dir=folder / "run"
+            )
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_that_cut_or_order_their_data_in_other_ways_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for found in on_ranks(2, trainers_with_other_settings, tmp_path):
+        assert found.keys() == OTHERS.keys()
+        for name, text in found.items():
+            assert text.startswith(f"the ranks have different settings: {name}"), text

@@ -84,7 +84,7 @@ _MOVED = {
 }
 """Names of earlier versions, and their new modules; for one version, they still work here with a warning."""
 
-_PACKAGES = ("actions", "dist", "functions", "sync")
+_PACKAGES = ("actions", "checkpoint", "data", "dist", "evaluation", "files", "functions", "hdf5", "sync")
 """Also resolved as attributes: `rankwise.actions.Log`."""
 
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -191,7 +191,7 @@ class Trainer:
         """Collective. Raises ConfigError on all ranks if a rank has other settings."""
         loader = self.loader
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
-        given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed}
+        given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed, **loader.traits}
         given |= {"precision": self.precision.name, "the strategy": type(self.sync).__name__}
         given |= {
             "the log's every_steps": self._actions.log.every_steps,

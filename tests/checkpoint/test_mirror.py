@@ -364,3 +364,12 @@ def test_a_run_from_scratch_does_not_resume_from_what_is_there(tmp_path: Path) -
             f"to start from scratch, mirror='file://{tmp_path}/there' must be empty, and it has step-00000005; "
             "give another URL, or empty this one"
         )
+
+
+def test_an_incomplete_copy_of_what_has_gone_is_removed_there(here: Path, there: Path, mirror: Mirror) -> None:
+    first, second = saved(here, 1, 2)
+    (there / first.name).mkdir(parents=True)
+    (there / first.name / "model.pt").write_bytes(b"half")
+    mirror.offer(second, gone=[first.name])
+    mirror.wait()
+    assert [path.name for path in there.iterdir()] == [second.name]

@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -363,3 +365,27 @@ def test_all_ranks_agree_on_what_is_the_best(folder: Path) -> None:
     save(store(folder), {1: 1.0})
     answers = on_ranks(2, ask_on_ranks, folder)
     assert answers == [(True, False, "keep_best='eval_loss': no such metric; the metrics are: loss")] * 2
+
+
+AT_THE_END = """\
+import torch
+from rankwise.checkpoint import Checkpoints
+
+model = torch.nn.Linear(800, 800)
+checkpoints = Checkpoints("checkpoints", keep_last=1, keep_best="loss")
+if checkpoints.load_latest({"model": model}) is None:
+    checkpoints.save({"model": model}, 1, metrics={"loss": 0.1})
+    checkpoints.save({"model": model}, 2, metrics={"loss": 0.5})
+    checkpoints.wait()
+else:
+    checkpoints.save({"model": model}, 3, metrics={"loss": 0.4})
+"""
+
+
+def test_a_script_that_ends_during_a_save_verifies_the_best_of_an_earlier_attempt() -> None:
+    """Python starts no more threads of a pool by then."""
+    Path("x.py").write_text(AT_THE_END)
+    for kept in (["step-00000001", "step-00000002"], ["step-00000001", "step-00000003"]):
+        done = subprocess.run([sys.executable, "x.py"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert sorted(path.name for path in Path("checkpoints").iterdir()) == kept

@@ -203,8 +203,8 @@ def patch_to_fail(patch: pytest.MonkeyPatch, how: str, checkpoints: Checkpoints)
 @pytest.mark.parametrize(
     ("how", "on", "said"),
     [
-        ("full disk", 1, r"cannot write .*step-00000002: it needs .* are free \(the share of rank 1 on "),
-        ("full disk", 0, r"cannot write .*step-00000002: it needs .* are free$"),
+        ("full disk", 1, r"cannot write .*step-00000002: No space left on device \(the share of rank 1 on "),
+        ("full disk", 0, r"cannot write .*step-00000002: No space left on device$"),
         ("no word", 1, r"rank-1.json: Input/output error \(the share of rank 1 on "),
         ("unseen folder", 1, r"rank 1 on .* does not see .*tmp.*a folder that all ranks share"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from boxes import Box
+from torch import nn
 
 from rankwise.checkpoint import Checkpoints, writer
 from rankwise.errors import CheckpointError
@@ -131,3 +132,25 @@ def test_a_tensor_that_is_not_in_the_mapped_file_has_no_place(tmp_path: Path) ->
     assert places["a"].offset is not None
     assert places["elsewhere"].offset is None
     assert writer.locate_tensors(tmp_path / "a.pt", {"elsewhere": torch.arange(3.0)})["elsewhere"].offset is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_the_free_space_is_named_only_if_it_is_what_is_missing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=rf"cannot write .*: {os.strerror(number)}$"):
+        Checkpoints(tmp_path, background=False).save({"model": nn.Linear(2, 2)}, 1)
+
+
+def test_a_pruned_link_to_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "here", keep_last=1, background=False)
+    checkpoints.save({"model": nn.Linear(2, 2)}, 1)
+    (tmp_path / "here" / "step-00000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "here" / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    checkpoints.save({"model": nn.Linear(2, 2)}, 2)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["step-00000002"]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()  # only the link was here

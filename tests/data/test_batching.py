@@ -252,6 +252,17 @@ def test_torchs_batch_sampler_works_as_it_is() -> None:
     assert batches[: SAMPLES // 8] != batches[SAMPLES // 8 :]
 
 
+@pytest.mark.parametrize("state", [None, {"batches by": "a batch sampler"}], ids=["new", "of an earlier version"])
+def test_the_sampler_inside_a_batch_sampler_knows_the_epoch(state: dict[str, str] | None) -> None:
+    inner: Any = DistributedSampler(range(SAMPLES), num_replicas=1, rank=0)
+    [loader] = loaders(Items(), 1, global_batch_size=None, batches=BatchSampler(inner, 8, drop_last=True), max_epochs=2)
+    if state is not None:
+        loader.load_state_dict({name: value for name, value in loader.state_dict().items() if name != "epoch passed on"})
+    batches = global_batches([steps_of(loader)])
+    first, second = batches[: SAMPLES // 8], batches[SAMPLES // 8 :]
+    assert (first == second) == (state is not None)  # a run that has begun with one order keeps it
+
+
 def test_a_batch_sampler_with_lengths_is_shared_out_by_cost() -> None:
     settings: dict[str, Any] = {"global_batch_size": None, "batches": Batches()}
     expected = all_of(Sized(), 1, **settings)

@@ -590,3 +590,44 @@ def test_a_loader_says_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     loader = Loader(list(range(8)), global_batch_size=4, num_workers=2, max_epochs=3)
     assert len(list(loader)) == 6
     assert capsys.readouterr().out.count("warning: num_workers=2: 2 workers share 1 core, and slow") == 1
+
+
+class AllAtOnce(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"x": torch.tensor(indices)}
+
+
+def test_a_collate_function_is_called_for_whatever_getitems_returns() -> None:
+    def doubled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"x": batch["x"] * 2}
+
+    settings: dict[str, Any] = {"shuffle": False, "global_batch_size": 4, "max_epochs": 1}
+    for workers in (0, 1):
+        [loader] = loaders(AllAtOnce(), 1, collate_fn=doubled, num_workers=workers, **settings)
+        assert [batch["x"].tolist() for step in loader for batch in step] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+
+
+class Wrapper(Dataset[Any]):
+    """Has whatever the dataset inside has, and changes each sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": -index}
+
+
+def test_a_wrapper_that_delegates_all_attributes_is_read_by_its_own_getitem() -> None:
+    [loader] = loaders(Wrapper(AllAtOnce()), 1, shuffle=False, global_batch_size=4, max_epochs=1)
+    assert [batch["x"].tolist() for step in loader for batch in step] == [[0, -1, -2, -3], [-4, -5, -6, -7]]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
+import os
 
 import pytest
 from ranks import on_ranks
@@ -87,3 +89,23 @@ def test_a_line_is_printed_also_where_the_environment_speaks_half(
     monkeypatch.setenv("WORLD_SIZE", "2")
     log.say("before init")
     assert capsys.readouterr().out == "before init\n"
+
+
+class Broken(io.StringIO):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_line_for_which_the_disk_has_no_space_ends_nothing(number: int) -> None:
+    with contextlib.redirect_stdout(Broken(number)):
+        log.say("epoch 1")
+        log.warn("not saved", force=True)
+
+
+def test_a_line_that_cannot_be_written_for_another_reason_is_an_error() -> None:
+    with contextlib.redirect_stdout(Broken(errno.EPIPE)), pytest.raises(BrokenPipeError):
+        log.say("epoch 1")

@@ -296,3 +296,22 @@ def test_a_file_system_without_locks_is_no_place_for_copies(
     url = server.url("x1.bin")
     assert FileCache(tmp_path / "here").paths([url]) == [url]
     assert "its file system has no locks (Function not implemented); 1 file of 1 are read without" in capfd.readouterr().out
+
+
+MANY = """\
+import resource, sys
+from pathlib import Path
+from rankwise.files import FileCache
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for number in range(100):
+    Path(f"x{number}").write_bytes(b"x")
+cache = FileCache("cache")
+print(sum("cache" in path for path in cache.paths([f"x{number}" for number in range(100)])))
+"""
+
+
+def test_there_may_be_more_files_than_a_process_may_open_at_first() -> None:
+    Path("many.py").write_text(MANY)
+    [done] = scripts_on_ranks(1, "many.py")
+    assert (done.returncode, done.stdout) == (0, "100\n")

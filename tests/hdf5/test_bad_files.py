@@ -301,3 +301,22 @@ def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.M
     datasets = [HDF5Dataset("x.h5", fields="x"), HDF5Dataset(["x.h5"], fields="x"), HDF5Dataset("x*.h5", fields="x")]
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert [dataset[:].tolist() for dataset in datasets] == [[0, 1, 2, 3]] * 3
+
+
+def test_a_virtual_dataset_whose_data_is_elsewhere_is_not_read_as_zeros(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with h5py.File(tmp_path / "there" / "data.h5", "w") as file:
+        file["x"] = np.arange(1.0, 5.0)
+    layout = h5py.VirtualLayout((4,), "f8")
+    layout[:] = h5py.VirtualSource("data.h5", "x", (4,))
+    whole = tmp_path / "there" / "whole.h5"
+    with h5py.File(whole, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert HDF5Dataset(whole)[:]["x"].tolist() == [1, 2, 3, 4]
+    with pytest.raises(
+        DataError, match=r"whole\.h5: x is a virtual dataset, and its data is in data\.h5, which is not beside"
+    ) as said:
+        HDF5Dataset(whole, cache=tmp_path / "cache")
+    assert str(said.value).startswith(str(whole))
+    with pytest.raises(DataError, match="is a virtual dataset"):
+        HDF5Dataset(f"file://{whole}")

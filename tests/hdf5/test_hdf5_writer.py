@@ -430,3 +430,21 @@ def test_a_closed_writer_takes_nothing_more(tmp_path: Path) -> None:
         writer.add(x=1)
     with pytest.raises(ConfigError, match="is closed"):
         writer.add(x=2)
+
+
+@pytest.mark.parametrize(
+    "names", [("inputs", "seqLengths"), ("inputs", "seqLengths", "seqTags"), ("streams", "seq_names")], ids=" ".join
+)
+def test_fields_may_have_the_names_of_datasets_of_returnn(names: tuple[str, ...], tmp_path: Path) -> None:
+    samples = [{name: np.arange(k, k + 2) for name in names} for k in range(3)]
+    dataset = written(tmp_path / "x.h5", samples)
+    assert list(dataset[0]) == list(names)
+    assert dataset[2][names[0]].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("end", ["close", "discard"])
+def test_a_writer_may_be_closed_within_its_block(end: str, tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        writer.add(x=1)
+        getattr(writer, end)()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.h5"] * (end == "close")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rankwise.checkpoint import folders
 from rankwise.errors import RunDirError
-from rankwise.run.directory import Failure, NodeRecord, RunDir, write_json, write_text
+from rankwise.run.directory import Failure, NodeRecord, RunDir, find_run, write_json, write_text
 
 DEADLINE_S = 120.0
 
@@ -364,3 +365,10 @@ def test_an_odd_line_of_the_metrics_is_passed_over(run: RunDir) -> None:
     run.begin_attempt(1, ("train.py",))
     assert "0.5" in report(run)
     assert "step" in as_text(facts(run))
+
+
+def test_a_name_that_no_file_can_have_is_the_name_of_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for find in (find_run, lambda name, _: folders.find(name)):
+        with pytest.raises(RunDirError, match=r"^there is no run xxx"):
+            find("x" * 300, "status")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
 from rankwise.telemetry import TensorBoard
 from rankwise.telemetry.writers import JsonlWriter, Writer
@@ -144,3 +145,22 @@ def test_a_disk_that_is_full_when_tensorboard_writes_costs_the_metrics_and_not_t
     assert capsys.readouterr().out == (
         f"warning: metrics are lost: {tmp_path / 'telemetry'} cannot be written: No space left on device\n"
     )
+
+
+def test_metrics_that_cannot_be_opened_are_lost_and_training_continues(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.mkdir()
+    writer = JsonlWriter(path, 1)
+    writer.write(1, {"loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().out == f"warning: metrics are lost: {path} cannot be written: Is a directory\n"
+
+
+def test_a_metric_with_the_name_of_a_key_of_each_line_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for add in (state.measure, state.note):
+        with pytest.raises(
+            ConfigError,
+            match=r"^a metric cannot be called 'step': each line of metrics\.jsonl has this key; give it another name$",
+        ):
+            add({"step": 3.0})

@@ -17,7 +17,7 @@ from pathlib import Path
 from rankwise.errors import RunDirError
 from rankwise.host.disk import fsync
 from rankwise.host.text import listed, short
-from rankwise.run.directory import RunDir, find_run
+from rankwise.run.directory import RunDir, find_run, is_moved_aside
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files in the folder are not ours
 
@@ -29,12 +29,17 @@ def is_name(name: str) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Decided by the name; the checkpoint may be corrupted."""
-    return is_name(path.name) and path.is_dir()
+    return is_name(path.name) and _is_folder(path)
+
+
+def _is_folder(path: Path) -> bool:
+    """False also in a private folder of another user, for which `is_dir()` may raise."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folder of every checkpoint, the oldest first. Not verified."""
-    return sorted((path for path in folder.glob("step-*") if is_checkpoint(path)), key=order)
+    return sorted(filter(is_checkpoint, folder.glob("step-*")), key=order) if _is_folder(folder) else []
 
 
 def order(path: Path) -> tuple[int, int]:
@@ -54,8 +59,16 @@ def remove(path: Path) -> bool:
         return False
     with contextlib.suppress(OSError):
         fsync(path.parent)  # a power failure must not leave it either
-    shutil.rmtree(hidden, ignore_errors=True)
+    remove_whole(hidden)
     return True
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a folder, or a link to one; what cannot be removed remains."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def put(temporary: Path, final: Path) -> None:
@@ -74,6 +87,7 @@ def find(run: str | None) -> Path:
     only run here. Raises RunDirError if there is none."""
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
+        found = [path for path in found if not is_moved_aside(path)] or found
         if len(found) != 1:
             if not found:
                 raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")
@@ -84,7 +98,7 @@ def find(run: str | None) -> Path:
         for folder in (path, RunDir(path).checkpoints):
             if checkpoints_in(folder):
                 return folder
-    there = next((path for path in (Path(run), Path("runs", run)) if path.is_dir()), None) or find_run(run, "checkpoint").path
+    there = next(filter(_is_folder, (Path(run), Path("runs", run))), None) or find_run(run, "checkpoint").path
     raise RunDirError(f"there are no checkpoints in {there}")
 
 

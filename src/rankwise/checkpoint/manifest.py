@@ -310,7 +310,11 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
 
         # A thread for a small tensor takes longer than its checksum.
         large = [name for name, at in placed.items() if at.bytes >= _LARGE]
-        damaged = dict(zip(large, pool.map(is_damaged, large), strict=True))
+        try:
+            found_by = list(pool.map(is_damaged, large))
+        except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+            found_by = list(map(is_damaged, large))
+        damaged = dict(zip(large, found_by, strict=True))
         damaged |= {name: is_damaged(name) for name in placed if name not in damaged}
         rest_is_whole = bool(record.rest) and _rest_sum(view, placed) == record.rest
     found = [name for name in placed if damaged[name]]

@@ -93,7 +93,8 @@ class Mirror:
     def _remove(self, name: str) -> None:
         there = f"{self._root}/{name}"
         if self._fs.exists(there):
-            self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is not a checkpoint
+            with contextlib.suppress(FileNotFoundError):  # its copy was not complete
+                self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is not a checkpoint
             self._fs.rm(there, recursive=True)
 
     def wait(self) -> None:

@@ -11,7 +11,6 @@ If several ranks write, each does so in a thread, and threads must not call coll
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -30,9 +29,10 @@ import torch
 from torch.utils.serialization import config
 
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
-from rankwise.host.disk import fsync
+from rankwise.host.disk import NO_SPACE, fsync
 from rankwise.host.text import numbered
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
@@ -119,7 +119,7 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):  # not reachable: the write itself reports it
             for leftover in self._folder.glob("tmp.*"):
                 if _TEMPORARY.fullmatch(leftover.name):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                    remove_whole(leftover)
 
 
 # --- the shares of other ranks
@@ -325,6 +325,6 @@ def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | Run
     if isinstance(error, RuntimeError):
         if free > need:
             return f"cannot write {final}: {error}"
-    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    elif error.errno not in NO_SPACE or free > need:  # a quota, or no more inodes: the free space does not explain it
         return f"cannot write {final}: {error.strerror}"
     return f"cannot write {final}: it needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"

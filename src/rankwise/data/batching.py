@@ -59,6 +59,9 @@ class Batching(Protocol):
     def describe(self) -> str:
         """A global batch in a few words, for the user."""
 
+    def traits(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by the names of the user's arguments; else samples are lost or repeated."""
+
     def state(self) -> dict[str, Any]:
         """What must be the same in a resumed run."""
 
@@ -102,6 +105,9 @@ class ByCount:
     def describe(self) -> str:
         return str(self.size)
 
+    def traits(self) -> dict[str, Any]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -128,6 +134,7 @@ class ByTokens:
         self.most = most
         some = lengths.of(np.arange(0, order.samples, max(order.samples // _ESTIMATED, 1)))
         self._longer = float((some > tokens).mean())
+        self._sum = float(some.sum())
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
 
@@ -169,6 +176,12 @@ class ByTokens:
         about = f"about {self.size} sample{'s' * (self.size != 1)}{most}"
         return f"{self.tokens:g} tokens ({about}, {self.pool} sorted together{longer})"
 
+    def traits(self) -> dict[str, Any]:
+        return {
+            "global_tokens": self.tokens, "max_samples": self.most, "pool": self.pool,
+            "the sum of lengths": self._sum,
+        }  # fmt: skip
+
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by, "global_batch_tokens": self.tokens, "most": self.most, "pool": self.pool}
 
@@ -179,8 +192,8 @@ class ByTokens:
 class BySampler:
     """The batches of a batch sampler such as torch's: an iterable of lists of indices, each a global batch.
 
-    `set_epoch(epoch)` is called if the sampler has it. Its random numbers are keyed by (seed, epoch), equal on all ranks. All
-    batches of an epoch are listed when the epoch starts.
+    `set_epoch(epoch)` is called if the sampler, or the one inside torch's BatchSampler, has it. Its random numbers are keyed by
+    (seed, epoch), equal on all ranks. All batches of an epoch are listed when the epoch starts.
     """
 
     by = "a batch sampler"
@@ -193,6 +206,9 @@ class BySampler:
         self._lengths = lengths
         self._epoch = -1
         self._batches: list[Indices] = []
+        self._passes_on = True
+        """Whether `set_epoch` is also called for the sampler inside. Runs of earlier versions keep their order."""
+
         self.size = max(map(len, self._of(0)))
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
@@ -206,8 +222,10 @@ class BySampler:
     def _of(self, epoch: int) -> list[Indices]:
         if self._epoch == epoch:
             return self._batches
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
+        inside = [getattr(self._sampler, "sampler", None)] if self._passes_on else []
+        for sampler in (self._sampler, *inside):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
         saved = seeds.SavedStreams()
         saved.save()
         try:
@@ -233,11 +251,14 @@ class BySampler:
     def describe(self) -> str:
         return f"by a batch sampler ({type(self._sampler).__name__}), up to {self.size} samples"
 
+    def traits(self) -> dict[str, Any]:
+        return {"the sum of the indices of the first batch": int(self._of(self._epoch)[0].sum())}
+
     def state(self) -> dict[str, Any]:
-        return {"batches by": self.by}
+        return {"batches by": self.by, "epoch passed on": self._passes_on}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        pass
+        self._passes_on, self._epoch = state.get("epoch passed on", False), -1
 
 
 class LengthBatches:

@@ -374,10 +374,8 @@ class Fetch:
                 raise
         epoch, indices = request[0], request[1].tolist()
         samples = self._sampled(epoch, indices)
-        if not isinstance(samples, list):
-            return samples
         if self._collate_keyed is None:
-            return self._batch(epoch, indices, samples)
+            return self._batch(epoch, indices, samples) if isinstance(samples, list) else samples
         fresh = [samples]  # a collate function may change the samples: a second call gets new ones
         return self._collate_keyed.made(
             lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)

@@ -91,7 +91,9 @@ def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
     if type(dataset) is Subset:
         tell = teller_of(dataset.dataset, 1)  # a subset has other blocks than the whole dataset
         return partial(_tell_part, tell, _table(dataset)) if tell is not None else None
-    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
+    found: Callable[[Indices], None] | None = None
+    if _declares(dataset, "read_ahead") and not _reads_anew(dataset, "read_ahead"):
+        found = dataset.read_ahead(rows)
     return found
 
 
@@ -143,8 +145,9 @@ def _reads_anew(dataset: Any, attribute: str) -> bool:
 
 
 def has_getitems(dataset: Any) -> bool:
-    """torch's Subset always has `__getitems__`, even if its dataset has not."""
-    return hasattr(inside(dataset), "__getitems__")
+    """torch's Subset always has `__getitems__`, even if its dataset has not; and a wrapper may have that of the dataset inside
+    by a `__getattr__`, which would pass over its own `__getitem__`."""
+    return _declares(inside(dataset), "__getitems__")
 
 
 def inside(dataset: Any) -> Any:

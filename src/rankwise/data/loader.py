@@ -140,8 +140,7 @@ class Loader:
         """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
         micro-batch in the checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
-        if workers is not None:  # the old name of num_workers
-            num_workers = max(num_workers, workers)
+        num_workers = max(num_workers, workers or 0)  # the old name of num_workers
         self._workers = Workers(num_workers, prefetch_factor, pin_memory, worker_init_fn, timeout)
         self._collate_fn = collate_fn
         self._steps = 0  # of the current epoch
@@ -280,6 +279,13 @@ class Loader:
         return {"global_batch_size": self._batches.max_samples, **given}
 
     @property
+    def traits(self) -> dict[str, Any]:
+        """What must be the same on all ranks, besides `sizes`, `seed` and the number of samples."""
+        if self._order is None or self._batching is None:
+            return {}
+        return {"shuffle": self._order.shuffle, "split": self._split, "batches": self._batching.by, **self._batching.traits()}
+
+    @property
     def is_stream(self) -> bool:
         """Whether the dataset is iterable: then `samples` and `steps_per_epoch` are what the dataset reports, if anything."""
         return self._order is None
@@ -305,9 +311,9 @@ class Loader:
         """The number of samples of the smallest global batch that is possible."""
         if self._batching is not None:
             return self._batching.fewest()
-        if self._uneven is not None:
-            return self.global_batch_size if self._uneven == "pad" or (self._uneven == "stop" and self.drop_last) else 0
-        return self.global_batch_size if self.drop_last else 1
+        if self._uneven is None:
+            return self.global_batch_size if self.drop_last else 1
+        return self.global_batch_size if self._uneven == "pad" or (self._uneven == "stop" and self.drop_last) else 0
 
     @property
     def indices(self) -> list[list[int]]:

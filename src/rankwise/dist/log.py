@@ -14,18 +14,24 @@ from typing import Any
 from rankwise.dist import comm
 from rankwise.errors import WorldError
 from rankwise.host.arguments import ANYTHING, FLAG, takes
+from rankwise.host.disk import NO_SPACE
 
 _warned: set[str] = set()
 
 
 @takes(text=ANYTHING, force=FLAG)
 def say(text: object, force: bool = False) -> None:
-    """Print on the main rank; with `force` on every rank that calls this, with the prefix `[rank k]` on each line."""
+    """Print on the main rank; with `force` on every rank that calls this, with the prefix `[rank k]` on each line. A line for
+    which the disk has no space is lost."""
     rank, several = _here()
-    if force and several:
-        print(_prefixed(text, rank), flush=True)
-    elif rank == 0:
-        print(text, flush=True)
+    try:
+        if force and several:
+            print(_prefixed(text, rank), flush=True)
+        elif rank == 0:
+            print(text, flush=True)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
 
 
 def warn(text: str, force: bool = False) -> None:

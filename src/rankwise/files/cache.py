@@ -25,6 +25,7 @@ from typing import Any
 from rankwise.dist import log
 from rankwise.errors import DataError
 from rankwise.files.remote import FileFacts, RemoteFile, facts, is_remote
+from rankwise.host import machine
 from rankwise.host.arguments import PATH, SEQUENCE, takes
 from rankwise.host.disk import fsync
 from rankwise.host.patience import Patience
@@ -67,6 +68,7 @@ class FileCache:
         DataError for a source that cannot be read.
         """
         known = {source: facts(source) for source in sources}
+        machine.allow_open_files(len(self._used) + len(known) + machine.OTHER_FILES)  # each copy stays open, with its lock
         copies: dict[str, str] = {}
         why = None
         for wait in (False, True):  # first those that no other process is copying

@@ -41,8 +41,6 @@ _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
 _LARGE_BYTES = 4096
 """From this sample size (a page) on, it is faster to ask the kernel for all samples at once than to wait for each."""
 
-_OTHER_FILES = 256  # that a process has open: libraries, sockets, logs
-
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
     "a path, a pattern ('data/train-*.h5'), or a list of paths",
@@ -109,7 +107,8 @@ class HDF5Dataset:
             raise DataError(f"{listed((layout.file for layout in layouts), 3)}: the dataset has no samples")
         of = _padding(pad, layouts[0].fields)
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
-        machine.allow_open_files(len(layouts) * len(self._columns) + _OTHER_FILES)  # each stays open once it was read
+        of_each = len(self._columns) + (self._cache is not None)  # they stay open once they were read
+        machine.allow_open_files(len(layouts) * of_each + machine.OTHER_FILES)
         self._given = self._named(asked)
         self._are_even = not any(self._columns[field].uneven for field, _ in self._given.values())
         self._fields = tuple(dict.fromkeys(field for field, _ in self._given.values()))

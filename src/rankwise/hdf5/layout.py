@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -221,6 +222,8 @@ def stored(file: Any, path: str, name: str) -> Stored:
     if not isinstance(dataset, h5py.Dataset):
         what = "a group" if isinstance(dataset, h5py.Group) else "not there"
         raise DataError(f"{path}: the dataset {name} is {what}; there {_there(file)}")
+    if dataset.is_virtual:
+        _check_sources(dataset, path, name)
     is_text = dataset.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None
     if not is_text and dataset.dtype.newbyteorder("=") not in _NUMBERS:
         raise DataError(f"{path}: {name} has the type {dataset.dtype}; only numbers, bool and strings can be read")
@@ -231,6 +234,19 @@ def stored(file: Any, path: str, name: str) -> Stored:
     is_here = not dataset.external and h5py.h5f.get_name(dataset.id) == h5py.h5f.get_name(file.id)
     offset = dataset.id.get_offset() if is_here and has_bytes_of_numpy(dataset) else None
     return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows, identity=identity_of(path))
+
+
+def _check_sources(dataset: Any, path: str, name: str) -> None:
+    """HDF5 reads a virtual dataset as zeros where one of its files is missing."""
+    for source in dataset.virtual_sources():
+        file = source.file_name
+        if file == "." or "%" in file:  # this file, or a pattern
+            continue
+        if is_remote(path) or not any(os.path.exists(Path(home, file)) for home in (Path(path).parent, ".")):  # noqa: PTH110
+            raise DataError(
+                f"{path}: {name} is a virtual dataset, and its data is in {file}, which is not beside it: HDF5 would read "
+                "zeros; give HDF5Dataset the files with the data (and no virtual dataset where they are copied by cache=)"
+            )
 
 
 def has_bytes_of_numpy(dataset: Any) -> bool:

@@ -104,10 +104,10 @@ class HDF5Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.discard()
+        elif self._folder is not None:  # the block may have closed it
+            self.close()
 
     def add(self, **fields: Any) -> None:
         """Add one sample."""

@@ -6,8 +6,12 @@ fsync(final.parent)                # the folder holds the new name
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""The disk is full, or the quota of this user is used up."""
 
 
 def fsync(path: Path) -> None:

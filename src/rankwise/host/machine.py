@@ -126,6 +126,10 @@ def open_files(at_most: bool = False) -> int:
     return limit if limit >= 0 else 1 << 31
 
 
+OTHER_FILES = 256
+"""That a process has open at most, besides its data: libraries, sockets, logs."""
+
+
 def allow_open_files(number: int) -> None:
     """Let this process have so many files open at once, as far as its user may: many systems allow 1024 at first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

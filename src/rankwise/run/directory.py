@@ -432,7 +432,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
     """
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
     # Runs that were moved aside are found only by their names.
-    here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here
+    here = [path for path in here if not is_moved_aside(path)] or here
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if not here:
@@ -443,11 +443,18 @@ def find_run(run: str | None, verb: str) -> RunDir:
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):
             return RunDir(path)
-    what = f"{run} is not the folder of a run (no world.json, no plan.json)" if Path(run).is_dir() else f"there is no run {run}"
+    is_there = os.path.isdir(run)  # noqa: PTH112 - is_dir() may raise
+    what = f"{run} is not the folder of a run (no world.json, no plan.json)" if is_there else f"there is no run {run}"
     near = get_close_matches(run, [path.name for path in here], n=1)
     raise RunDirError(f"{what}; {f'did you mean {shlex.quote(near[0])}?' if near else f'the runs here: {names}'}")
 
 
+def is_moved_aside(path: Path) -> bool:
+    """Whether `--fresh` has given this run another name."""
+    return _MOVED_ASIDE.search(path.name) is not None
+
+
 def _is_run(path: Path) -> bool:
+    """False also in a private folder of another user, for which `exists()` may raise."""
     run = RunDir(path)
-    return run.world.exists() or run.plan.exists()  # a run that waits in a queue has only a plan
+    return os.path.exists(run.world) or os.path.exists(run.plan)  # noqa: PTH110 - a run that waits in a queue has only a plan

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rankwise.dist import comm, log
 from rankwise.host.arguments import takes
@@ -144,20 +144,24 @@ class JsonlWriter:
     """One JSON object per line. Each attempt appends to the file, and each line has the number of its attempt."""
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
-        if path.stat().st_size and not _ends_with_newline(path):
-            self._file.write("\n")  # so that an incomplete line of a killed writer remains separate
         self._attempt = attempt
         self._losing = _Losing(path)
+        self._file: TextIO | None = None
+        with self._losing.told_once():
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
+            if path.stat().st_size and not _ends_with_newline(path):
+                self._file.write("\n")  # so that an incomplete line of a killed writer remains separate
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         record = {"life": self._attempt, "step": step, **{k: _plain(v) for k, v in figures.items()}}
-        with self._losing.told_once():
-            self._file.write(json.dumps(record) + "\n")
+        if self._file is not None:
+            with self._losing.told_once():
+                self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        with self._losing.told_once():
-            self._file.close()
+        if self._file is not None:
+            with self._losing.told_once():
+                self._file.close()
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -60,9 +60,9 @@ def compare(mine: Mapping[str, Any]) -> None:
     told = comm.all_gather_object({name: repr(value) for name, value in mine.items()})
     for rank, other in enumerate(told):
         for name, value in told[0].items():
-            if other[name] != value:
+            if (theirs := other.get(name, "not set")) != value:
                 raise ConfigError(
-                    f"the ranks have different settings: {name} is {value} on rank 0 and {other[name]} on rank {rank}; "
+                    f"the ranks have different settings: {name} is {value} on rank 0 and {theirs} on rank {rank}; "
                     "use the same value on all ranks"
                 )
 

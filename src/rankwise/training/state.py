@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import Argument, shown, takes
 
+_OF_EACH_LINE = ("life", "step")  # keys of a line of metrics.jsonl
+
 
 class Stateful(Protocol):
     """An object that can be saved and loaded, by torch's own convention."""
@@ -130,6 +132,8 @@ class TrainState:
 
 def _number(name: str, value: Any) -> float:
     """Of a tensor or a number of NumPy, too. Raises ConfigError for anything else."""
+    if name in _OF_EACH_LINE:
+        raise ConfigError(f"a metric cannot be called {name!r}: each line of metrics.jsonl has this key; give it another name")
     if isinstance(value, int | float):
         return value
     try:
