@@ -168,6 +168,26 @@ def test_a_batch_that_cannot_be_sent_is_an_error_here(has_slots: bool, monkeypat
     assert "raised in a loader worker:\nTraceback" in caught.value.__notes__[0]
 
 
+def test_a_worker_that_is_killed_at_any_place_leaves_no_lock() -> None:
+    """multiprocessing's Event is read under a lock, and a worker reads it before each request."""
+    context = ring.RingContext(multiprocessing.get_context("fork"), failed=lambda error: error)
+    over = context.Event()
+    worker = context.Process(target=reads_for_ever, args=(over,))
+    worker.start()
+    for _ in range(200):  # it is stopped at 200 places
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert over.is_set() is False
+        os.kill(worker.pid, signal.SIGCONT)
+    over.set()
+    worker.join()
+    assert (worker.exitcode, over.is_set()) == (0, True)
+
+
+def reads_for_ever(over: Any) -> None:
+    while not over.is_set():
+        pass
+
+
 def test_a_worker_that_is_killed_is_the_error_that_torch_makes_of_it() -> None:
     (said,) = on_ranks(1, of_a_killed_worker)
     assert said.startswith("DataLoader worker (pid")

@@ -57,11 +57,42 @@ class RingContext(BaseContext):
         return _Queue(self.ring)
 
     def Event(self) -> Any:  # noqa: N802
-        self.ring.over = self._actual.Event()
+        self.ring.over = _Flag()
         return self.ring.over
 
     def Process(self, *args: Any, **settings: Any) -> Any:  # noqa: N802
         return self._actual.Process(*args, **settings)
+
+
+class _Flag:
+    """Replaces multiprocessing's Event, which is read under a lock: a worker that is killed while it reads (out of memory, for
+    example) would keep the lock, and the training process would wait for it for ever."""
+
+    _fd = -1
+
+    def __init__(self) -> None:
+        fd = os.memfd_create("rankwise-flag", os.MFD_CLOEXEC)
+        os.pwrite(fd, b"\0", 0)
+        self._begin(fd)
+
+    def _begin(self, fd: int) -> None:
+        self._fd, self._memory = fd, mmap.mmap(fd, 1)
+
+    def set(self) -> None:
+        self._memory[0] = 1
+
+    def is_set(self) -> bool:
+        return self._memory[0] != 0
+
+    def __getstate__(self) -> Any:
+        return DupFd(self._fd)
+
+    def __setstate__(self, state: Any) -> None:
+        self._begin(state.detach())
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class _Slot:
