@@ -205,7 +205,7 @@ def _ask_for_stacks(processes: Sequence[Any]) -> None:
             found = psutil.Process(process.pid)
             for each in (found, *found.children(recursive=True)):
                 each.send_signal(_STACKS)
-                time.sleep(_WRITES_STACKS_S)
+                time.sleep(_WRITES_STACKS_S)  # nothing tells when it has written; only after a test has failed
 
 
 def _answer(reader: Connection, timeout_s: float, processes: Sequence[Any], stacks: Path) -> tuple[bool, Any]:

@@ -174,12 +174,15 @@ def test_a_worker_that_is_killed_at_any_place_leaves_no_lock() -> None:
     over = context.Event()
     worker = context.Process(target=reads_for_ever, args=(over,))
     worker.start()
-    for _ in range(200):  # it is stopped at 200 places
-        os.kill(worker.pid, signal.SIGSTOP)
-        assert over.is_set() is False
-        os.kill(worker.pid, signal.SIGCONT)
-    over.set()
-    worker.join()
+    try:
+        for _ in range(200):  # it is stopped at 200 places
+            os.kill(worker.pid, signal.SIGSTOP)
+            assert over.is_set() is False
+            os.kill(worker.pid, signal.SIGCONT)
+        over.set()
+        worker.join()
+    finally:
+        worker.kill()
     assert (worker.exitcode, over.is_set()) == (0, True)
 
 
