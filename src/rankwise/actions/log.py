@@ -85,8 +85,7 @@ class Log:
         totals, state.clock_s = self._meters.reduce_with_clock(time.monotonic() - self._began)
         for name, total in totals.items():
             for kept in (self._interval, self._epoch):
-                before = kept.get(name, Total(0.0, 0.0))
-                kept[name] = Total(before.sum + total.sum, before.count + total.count)
+                kept[name] = kept[name] + total if name in kept else total
             state.measure({name: self._interval[name].mean})
         span = self._breakdown.since_last()
         figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}

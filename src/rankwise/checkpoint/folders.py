@@ -15,9 +15,9 @@ import uuid
 from pathlib import Path
 
 from rankwise.errors import RunDirError
-from rankwise.host.disk import fsync
+from rankwise.host.disk import fsync, is_folder
 from rankwise.host.text import listed, short
-from rankwise.run.directory import RunDir, find_run, is_moved_aside
+from rankwise.run.directory import RunDir, find_run, without_moved_aside
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files in the folder are not ours
 
@@ -29,17 +29,12 @@ def is_name(name: str) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Decided by the name; the checkpoint may be corrupted."""
-    return is_name(path.name) and _is_folder(path)
-
-
-def _is_folder(path: Path) -> bool:
-    """False also in a private folder of another user, for which `is_dir()` may raise."""
-    return os.path.isdir(path)  # noqa: PTH112
+    return is_name(path.name) and is_folder(path)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folder of every checkpoint, the oldest first. Not verified."""
-    return sorted(filter(is_checkpoint, folder.glob("step-*")), key=order) if _is_folder(folder) else []
+    return sorted(filter(is_checkpoint, folder.glob("step-*")), key=order) if is_folder(folder) else []
 
 
 def order(path: Path) -> tuple[int, int]:
@@ -65,10 +60,11 @@ def remove(path: Path) -> bool:
 
 def remove_whole(path: Path) -> None:
     """Remove a folder, or a link to one; what cannot be removed remains."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):
-            path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    if not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def put(temporary: Path, final: Path) -> None:
@@ -86,8 +82,7 @@ def find(run: str | None) -> Path:
     """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
     only run here. Raises RunDirError if there is none."""
     if run is None:
-        found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
-        found = [path for path in found if not is_moved_aside(path)] or found
+        found = without_moved_aside(path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints))
         if len(found) != 1:
             if not found:
                 raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")
@@ -98,7 +93,7 @@ def find(run: str | None) -> Path:
         for folder in (path, RunDir(path).checkpoints):
             if checkpoints_in(folder):
                 return folder
-    there = next(filter(_is_folder, (Path(run), Path("runs", run))), None) or find_run(run, "checkpoint").path
+    there = next(filter(is_folder, (Path(run), Path("runs", run))), None) or find_run(run, "checkpoint").path
     raise RunDirError(f"there are no checkpoints in {there}")
 
 

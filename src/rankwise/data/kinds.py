@@ -66,7 +66,7 @@ def reader_of(dataset: Any) -> Read | None:
 
 def _batch_reader(dataset: Any) -> Read | None:
     if type(dataset) is not Subset:
-        read = dataset.read_batch if _declares(dataset, "read_batch") and not _reads_anew(dataset, "read_batch") else None
+        read = dataset.read_batch if _reads_by(dataset, "read_batch") else None
         return read if read is None or "empty" in signature(read).parameters else partial(_without_empty, read)
     read = _batch_reader(dataset.dataset)
     return partial(_part, read, _table(dataset)) if read is not None else None
@@ -91,9 +91,7 @@ def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
     if type(dataset) is Subset:
         tell = teller_of(dataset.dataset, 1)  # a subset has other blocks than the whole dataset
         return partial(_tell_part, tell, _table(dataset)) if tell is not None else None
-    found: Callable[[Indices], None] | None = None
-    if _declares(dataset, "read_ahead") and not _reads_anew(dataset, "read_ahead"):
-        found = dataset.read_ahead(rows)
+    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if _reads_by(dataset, "read_ahead") else None
     return found
 
 
@@ -129,6 +127,11 @@ def promises(dataset: Any, attribute: str) -> bool:
 def _declares(dataset: Any, attribute: str) -> bool:
     """Whether it has the attribute itself: not by a `__getattr__` that asks the dataset inside."""
     return hasattr(type(dataset), attribute) or attribute in getattr(dataset, "__dict__", {})
+
+
+def _reads_by(dataset: Any, attribute: str) -> bool:
+    """Whether it has this method, and reads its samples in the way of the class that has it."""
+    return _declares(dataset, attribute) and not _reads_anew(dataset, attribute)
 
 
 def _reads_anew(dataset: Any, attribute: str) -> bool:

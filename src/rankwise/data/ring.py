@@ -64,35 +64,45 @@ class RingContext(BaseContext):
         return self._actual.Process(*args, **settings)
 
 
+class _File:
+    """A file in memory without a name, which may be sent to a process that is started."""
+
+    fd = -1
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+
+    def __getstate__(self) -> Any:
+        return DupFd(self.fd)
+
+    def __setstate__(self, state: Any) -> None:
+        self.fd = state.detach()
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class _Flag:
     """Replaces multiprocessing's Event, which is read under a lock: a worker that is killed while it reads (out of memory, for
     example) would keep the lock, and the training process would wait for it for ever."""
 
-    _fd = -1
-
     def __init__(self) -> None:
-        fd = os.memfd_create("rankwise-flag", os.MFD_CLOEXEC)
-        os.pwrite(fd, b"\0", 0)
-        self._begin(fd)
+        file = _File("rankwise-flag")
+        os.pwrite(file.fd, b"\0", 0)
+        self.__setstate__(file)
 
-    def _begin(self, fd: int) -> None:
-        self._fd, self._memory = fd, mmap.mmap(fd, 1)
+    def __getstate__(self) -> _File:
+        return self._file
+
+    def __setstate__(self, file: _File) -> None:
+        self._file, self._memory = file, mmap.mmap(file.fd, 1)
 
     def set(self) -> None:
         self._memory[0] = 1
 
     def is_set(self) -> bool:
         return self._memory[0] != 0
-
-    def __getstate__(self) -> Any:
-        return DupFd(self._fd)
-
-    def __setstate__(self, state: Any) -> None:
-        self._begin(state.detach())
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 class _Slot:
@@ -104,14 +114,11 @@ class _Slot:
 class Ring:
     """In the training process: all slots, and which are free. In a worker: the slot of its request."""
 
-    _fd = -1
-
     def __init__(self, failed: Callable[[Exception], Any]) -> None:
-        self._fd = os.memfd_create("rankwise-batches", os.MFD_CLOEXEC)
-        self._begin(os.getpid(), None, failed)
+        self.__setstate__((_File("rankwise-batches"), os.getpid(), None, failed))
 
-    def _begin(self, owner: int, over: Any, failed: Callable[[Exception], Any]) -> None:
-        self._owner, self.failed = owner, failed
+    def __setstate__(self, state: tuple[_File, int, Any, Callable[[Exception], Any]]) -> None:
+        self._file, self._owner, over, self.failed = state
         self.over = over
         """An event that is set when the workers must exit."""
         self.late: list[_Queue] = []
@@ -125,17 +132,8 @@ class Ring:
         self._laying: Laying | None = None
         self._offset = _NO_SLOT
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return DupFd(self._fd), self._owner, self.over, self.failed
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        fd, *others = state
-        self._fd = fd.detach()
-        self._begin(*others)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+    def __getstate__(self) -> tuple[_File, int, Any, Callable[[Exception], Any]]:
+        return self._file, self._owner, self.over, self.failed
 
     @property
     def is_mine(self) -> bool:
@@ -181,8 +179,8 @@ class Ring:
         if found is not None:
             return self._asked.setdefault(found.offset, found)
         try:
-            os.ftruncate(self._fd, self._end + size)
-            slot = _Slot(self._fd, self._end, size)
+            os.ftruncate(self._file.fd, self._end + size)
+            slot = _Slot(self._file.fd, self._end, size)
         except (OSError, ValueError):
             return None
         self._end += size
@@ -209,7 +207,7 @@ class Ring:
         if self._offset not in self._mapped:
             if len(self._mapped) == _MAPPED:
                 self._mapped.clear()
-            self._mapped[self._offset] = _Slot(self._fd, self._offset, size)
+            self._mapped[self._offset] = _Slot(self._file.fd, self._offset, size)
         slot = self._mapped[self._offset]
         message = _loaded(frame, slot, copy=True)
         self._laying = Laying(slot.memory)

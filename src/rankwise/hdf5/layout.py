@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from rankwise.errors import ConfigError, DataError
 from rankwise.files.remote import RemoteFile, is_remote
+from rankwise.host.disk import exists
 from rankwise.host.text import count, listed
 
 OURS = "rankwise"
@@ -199,7 +200,7 @@ def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) ->
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:
-        is_returnn = returnn.is_one(file)
+        is_returnn = _our_fields(file.get(OURS)) is None and returnn.is_one(file)  # our fields may have any names
         if is_returnn and lengths:
             raise ConfigError("lengths is for ordinary files, but a file of RETURNN has its own in seqLengths; remove lengths")
         found = returnn.fields_of(file, path, fields) if is_returnn else _plain(file, path, fields, lengths)
@@ -242,7 +243,7 @@ def _check_sources(dataset: Any, path: str, name: str) -> None:
         file = source.file_name
         if file == "." or "%" in file:  # this file, or a pattern
             continue
-        if is_remote(path) or not any(os.path.exists(Path(home, file)) for home in (Path(path).parent, ".")):  # noqa: PTH110
+        if is_remote(path) or not any(exists(Path(home, file)) for home in (Path(path).parent, ".")):
             raise DataError(
                 f"{path}: {name} is a virtual dataset, and its data is in {file}, which is not beside it: HDF5 would read "
                 "zeros; give HDF5Dataset the files with the data (and no virtual dataset where they are copied by cache=)"
@@ -314,11 +315,17 @@ def _our_lengths(ours: Any) -> dict[str, str]:
     return {name: f"{OURS}/lengths/{name}" for name in ours["lengths"]} if ours is not None and "lengths" in ours else {}
 
 
+def _our_fields(ours: Any) -> list[str] | None:
+    """The names of the fields in a file of HDF5Writer; None in other files, and in those that it wrote for RETURNN."""
+    return [str(name) for name in ours.attrs["fields"]] if ours is not None and "fields" in ours.attrs else None
+
+
 def _names(file: Any, ours: Any, taken: set[str]) -> list[str]:
     """The names that HDF5Writer wrote, or all datasets at the top of the file that have an axis; without `taken`."""
-    if ours is not None and "fields" in ours.attrs:
-        return [str(name) for name in ours.attrs["fields"] if name not in taken]
-    return [name for name, item in file.items() if getattr(item, "shape", ()) and name not in taken]
+    names = _our_fields(ours)
+    if names is None:
+        names = [name for name, item in file.items() if getattr(item, "shape", ())]
+    return [name for name in names if name not in taken]
 
 
 def _there(file: Any) -> str:

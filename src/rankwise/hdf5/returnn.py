@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import OURS, Field, Lengths, Stored, bases, stored
+from rankwise.hdf5.layout import Field, Lengths, Stored, bases, stored
 from rankwise.host.text import listed
 
 INPUTS, TAG, SIZES = "data", "tag", "sizes"
@@ -24,8 +24,6 @@ INPUTS, TAG, SIZES = "data", "tag", "sizes"
 
 def is_one(file: Any) -> bool:
     """Whether this is a file of RETURNN. Raises DataError for RETURNN's other kind of files."""
-    if OURS in file and "fields" in file[OURS].attrs:  # of HDF5Writer, whose fields may have any names
-        return False
     if "seq_names" in file and "streams" in file:
         raise DataError(
             f"{file.filename} is a file of RETURNN's NextGenHDFDataset (a dataset per sequence), which cannot be read; write "

@@ -33,7 +33,7 @@ from rankwise.hdf5 import checksums, returnn
 from rankwise.hdf5.layout import OURS, nbytes, need_h5py, read
 from rankwise.host import processes
 from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, shown, takes
-from rankwise.host.disk import fsync
+from rankwise.host.disk import fsync, is_folder
 from rankwise.host.text import count, listed, size
 
 _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
@@ -85,7 +85,7 @@ class HDF5Writer:
         self._given = Path(path)  # for messages
         self._path = self._given.absolute()  # the script may change its folder before `close`
         self._overwrite = overwrite
-        if os.path.isdir(self._path):  # noqa: PTH112 - raises nothing if a parent is not readable
+        if is_folder(self._path):
             raise ConfigError(f"{self._given} is a folder; give the name of a file in it: {self._given / 'train.h5'}")
         if not overwrite and os.path.lexists(self._path):
             raise self._exists()

@@ -1,7 +1,8 @@
-"""Writes that survive a power cut.
+"""Disks: writes that survive a power cut, and what is there.
 
 os.rename(temporary, final)
 fsync(final.parent)                # the folder holds the new name
+is_folder(Path("runs/of-others"))  # False if this user may not look into it
 """
 
 from __future__ import annotations
@@ -12,6 +13,16 @@ from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """The disk is full, or the quota of this user is used up."""
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """False also in a private folder of another user, and for a name that is too long: there `Path.exists` raises."""
+    return os.path.exists(path)  # noqa: PTH110 - see above
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """As `exists`, for a folder: `Path.is_dir` raises, too."""
+    return os.path.isdir(path)  # noqa: PTH112 - see above
 
 
 def fsync(path: Path) -> None:

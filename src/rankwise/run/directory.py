@@ -24,13 +24,14 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
 from rankwise.errors import RunDirError
+from rankwise.host.disk import exists, is_folder
 from rankwise.host.terminal import typed
 from rankwise.host.text import listed
 from rankwise.run import lease
@@ -430,9 +431,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
 
     Raises RunDirError with the runs that exist, and what to type: `rankwise VERB RUN`.
     """
-    here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
-    # Runs that were moved aside are found only by their names.
-    here = [path for path in here if not is_moved_aside(path)] or here
+    here = without_moved_aside(path for path in sorted(Path("runs").glob("*")) if _is_run(path))
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if not here:
@@ -443,18 +442,17 @@ def find_run(run: str | None, verb: str) -> RunDir:
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):
             return RunDir(path)
-    is_there = os.path.isdir(run)  # noqa: PTH112 - is_dir() may raise
-    what = f"{run} is not the folder of a run (no world.json, no plan.json)" if is_there else f"there is no run {run}"
+    what = f"{run} is not the folder of a run (no world.json, no plan.json)" if is_folder(run) else f"there is no run {run}"
     near = get_close_matches(run, [path.name for path in here], n=1)
     raise RunDirError(f"{what}; {f'did you mean {shlex.quote(near[0])}?' if near else f'the runs here: {names}'}")
 
 
-def is_moved_aside(path: Path) -> bool:
-    """Whether `--fresh` has given this run another name."""
-    return _MOVED_ASIDE.search(path.name) is not None
+def without_moved_aside(runs: Iterable[Path]) -> list[Path]:
+    """Without those that `--fresh` has moved aside, unless there are no others: they are found only by their names."""
+    found = list(runs)
+    return [path for path in found if not _MOVED_ASIDE.search(path.name)] or found
 
 
 def _is_run(path: Path) -> bool:
-    """False also in a private folder of another user, for which `exists()` may raise."""
     run = RunDir(path)
-    return os.path.exists(run.world) or os.path.exists(run.plan)  # noqa: PTH110 - a run that waits in a queue has only a plan
+    return exists(run.world) or exists(run.plan)  # a run that waits in a queue has only a plan

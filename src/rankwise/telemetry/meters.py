@@ -25,6 +25,9 @@ class Total:
     sum: float
     count: float
 
+    def __add__(self, other: Total) -> Total:
+        return Total(self.sum + other.sum, self.count + other.count)
+
     @property
     def mean(self) -> float:
         """nan if the count is 0."""
