@@ -172,21 +172,21 @@ def test_a_worker_that_is_killed_at_any_place_leaves_no_lock() -> None:
     """multiprocessing's Event is read under a lock, and a worker reads it before each request."""
     context = ring.RingContext(multiprocessing.get_context("fork"), failed=lambda error: error)
     over = context.Event()
-    worker = context.Process(target=reads_for_ever, args=(over,))
-    worker.start()
-    try:
-        for _ in range(200):  # it is stopped at 200 places
-            os.kill(worker.pid, signal.SIGSTOP)
-            assert over.is_set() is False
-            os.kill(worker.pid, signal.SIGCONT)
-        over.set()
-        worker.join()
-    finally:
+    for _ in range(30):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        worker = context.Process(target=reads_for_ever, args=(over, writer))
+        worker.start()
+        assert reader.recv() == "reads"
         worker.kill()
-    assert (worker.exitcode, over.is_set()) == (0, True)
+        worker.join()
+        assert over.is_set() is False
+    over.set()
+    assert over.is_set() is True
 
 
-def reads_for_ever(over: Any) -> None:
+def reads_for_ever(over: Any, writer: Any) -> None:
+    over.is_set()
+    writer.send("reads")
     while not over.is_set():
         pass
 
