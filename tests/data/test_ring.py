@@ -58,6 +58,12 @@ def test_batches_that_are_kept_stay_what_they_were() -> None:
     assert not any(fallen_back(kept))
 
 
+def test_a_large_first_batch_needs_no_file_in_dev_shm() -> None:
+    kept = list(batches(Rows(8, width=1_000_000), num_workers=1))  # 32 MB: a container of Docker has 64 MB there
+    assert first_column(kept) == list(range(8))
+    assert not any(fallen_back(kept))
+
+
 def test_a_part_of_a_batch_keeps_its_memory() -> None:
     kept = [batch[1:3, 5].numpy() for batch in batches(Rows(200))]
     assert np.concatenate(kept).tolist() == [n for n in range(200) if n % 4 in (1, 2)]

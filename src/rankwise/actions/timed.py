@@ -59,7 +59,7 @@ class Moments:
             return
         self._seen_s = state.clock_s
         self._meet()
-        if comm.all_reduce(torch.tensor(int(self._stop.asks)), "max").item():
+        if comm.all_reduce(torch.tensor(int(self._stop.asks), device="cpu"), "max").item():
             self._stop.by_script = True
 
     def end(self) -> bool:

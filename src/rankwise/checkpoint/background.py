@@ -139,7 +139,9 @@ class _Copying:
         if not plain or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or _is_lazy(tensor):
             return copy.deepcopy(tensor.detach(), self._memo)
         storage = self._storage(tensor.untyped_storage(), tensor.device)
-        taken = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        taken = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
         if kind is nn.Parameter:
             return nn.Parameter(taken, tensor.requires_grad)
         return taken.requires_grad_() if tensor.requires_grad else taken
@@ -188,8 +190,8 @@ def _unit(size: int) -> torch.dtype:
 def _buffer(units: int, unit: torch.dtype, pinned: bool) -> torch.Tensor:
     if pinned:
         with contextlib.suppress(RuntimeError):  # no more memory may be locked: then training waits for the device
-            return torch.empty(units, dtype=unit, pin_memory=True)
-    return torch.empty(units, dtype=unit)
+            return torch.empty(units, dtype=unit, device="cpu", pin_memory=True)
+    return torch.empty(units, dtype=unit, device="cpu")
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -171,7 +171,7 @@ class _Placing:
 
 
 def _new(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class _LargePages:
@@ -228,7 +228,7 @@ def _tensor(
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if metadata or memory.storage_offset() % size or (0 not in shape and (offset + last + 1) * size > memory.numel()):
         raise pickle.UnpicklingError("not a plain tensor")
-    tensor = torch.empty(0, dtype=typed.dtype)
+    tensor = torch.empty(0, dtype=typed.dtype, device="cpu")
     tensor.set_(memory.untyped_storage(), memory.storage_offset() // size + offset, shape, stride)
     return tensor.requires_grad_() if requires_grad else tensor
 

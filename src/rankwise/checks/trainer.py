@@ -282,7 +282,7 @@ class _Copy:
     def digests(self) -> dict[str, str]:
         """Digests of parameters, buffers, and the state of the optimizer."""
         kept = named_state(self.model, self._twin.optimizer)
-        modes = torch.tensor([module.training for module in self.model.modules()])
+        modes = torch.tensor([module.training for module in self.model.modules()], device="cpu")
         return {**digests({**self.model.state_dict(), **kept, "modes of modules": modes}), **self.parameters()}
 
 

@@ -190,13 +190,21 @@ def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin
         generator=torch.Generator().manual_seed(0),
     )
     with _timeout_told(workers.timeout):
-        for answer in loader:
+        with _on_cpu():
+            answers = iter(loader)
+        for answer in answers:
             batches = deque(groups.answered(answer, context.ring.last_bytes))
             del answer
             while batches:
                 if isinstance(batches[0], _FetchFailure):
                     raise unpack_error(batches[0].packed, "in a loader worker", DataError)
                 yield batches.popleft()
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """After `torch.set_default_device`, torch's DataLoader cannot draw the seed of its workers, and these cannot make tensors:
+    a forked process has no other device."""
+    return torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
 
 
 class _Groups:
@@ -453,7 +461,7 @@ def collate(samples: Any) -> Any:
             return torch.stack(samples)
     elif kind is np.ndarray:
         if first.dtype.kind in "biufc":
-            return torch.stack([torch.as_tensor(sample) for sample in samples])
+            return torch.stack([torch.as_tensor(sample, device="cpu") for sample in samples])
     elif kind in (tuple, dict) and {*map(type, samples)} == {kind} and {*map(len, samples)} == {len(first)}:
         if kind is tuple:
             return [collate(field) for field in zip(*samples, strict=True)]

@@ -127,7 +127,7 @@ class Laying(ForkingPickler):
             raise CannotLieThereError
         place = self._take(high - begin)
         target = torch.frombuffer(self._buffer, dtype=torch.uint8, count=high - begin, offset=place)
-        target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        target.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         laid.append((begin, high, place))
         return place + offset
 
@@ -165,7 +165,7 @@ class _Laid(pickle.Unpickler):
                 array = np.frombuffer(self._buffer, kind, size, place).reshape(shape)
                 self._made[number] = array.copy() if self._copy else array
             else:
-                tensor = torch.empty(0, dtype=_DTYPES[kind])
+                tensor = torch.empty(0, dtype=_DTYPES[kind], device="cpu")
                 memory = torch.frombuffer(self._buffer, dtype=torch.uint8, count=size, offset=place) if size else tensor
                 tensor.set_(memory.untyped_storage(), 0, shape, stride)
                 self._made[number] = tensor.clone() if self._copy else tensor

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import resource
 import socket
 import struct
 import sys
@@ -31,7 +32,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rankwise.data.laying import CannotLieThereError, Laying, loads, resolved
 
-_FIRST = 1 << 24  # bytes of a slot before the first batch: pages that nobody writes cost nothing
+_FIRST = 1 << (24 if resource.getrlimit(resource.RLIMIT_AS)[0] >= 0 else 28)
+"""Bytes of a slot before the first batch. Pages that nobody writes cost nothing, but address space may be limited (`ulimit -v`,
+SGE's h_vmem). A batch that does not fit goes through /dev/shm, where a container has only 64 MB."""
+
 _SPARE = 1.25  # room to grow, for batches of uneven length
 _KEPT = 4  # free slots to keep in addition to those requested ahead
 _LOOKED_AT = 16  # slots to search for a free one, at most: a script that keeps all batches would make the search long

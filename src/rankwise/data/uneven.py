@@ -65,7 +65,7 @@ def _told(held: deque[Step | None]) -> tuple[list[int], list[int]]:
     """Collective. For each step that is held: the number of samples of all ranks, and how many ranks have new samples in it."""
     mine = [sum(map(len, step.indices)) if step is not None else 0 for step in held]
     mine += [step is not None and step.fresh for step in held]
-    told = [int(n) for n in comm.all_reduce(torch.tensor(mine, dtype=torch.int64)).tolist()]
+    told = [int(n) for n in comm.all_reduce(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()]
     return told[: len(held)], told[len(held) :]
 
 

@@ -435,4 +435,4 @@ def gather_object(value: T, dst: int = 0) -> list[T]:
 
 def all_agree(value: bool) -> bool:
     """Collective. Return whether `value` is true on every rank."""
-    return bool(all_reduce(torch.tensor(int(value)), "min").item())
+    return bool(all_reduce(torch.tensor(int(value), device="cpu"), "min").item())

@@ -75,8 +75,8 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [kind, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
+        "numpy": [kind, torch.tensor(keys.astype(np.int64), device="cpu"), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
     for name, device in _accelerators():
@@ -195,7 +195,7 @@ class _Numpy:
 class _Torch:
     def __init__(self) -> None:
         self._place = b""
-        self._state = torch.empty(0)
+        self._state = torch.empty(0, device="cpu")
 
     def save(self) -> None:
         memory = generator_memory.of_torch()

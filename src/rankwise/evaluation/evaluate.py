@@ -175,7 +175,7 @@ def _over_ranks(totals: Mapping[str, Sequence[Pair]]) -> dict[str, Total]:
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
-    nothing = torch.zeros(2, dtype=torch.float64)
+    nothing = torch.zeros(2, dtype=torch.float64, device="cpu")
     rows = [_summed(totals[n]) if n in totals else nothing for n in names]
     reduced = comm.all_reduce(torch.stack(rows)).tolist()
     return {name: Total(*pair) for name, pair in zip(names, reduced, strict=True)}
@@ -213,4 +213,4 @@ def _summed(pairs: Sequence[Pair]) -> torch.Tensor:
 def _column(values: Sequence[float | torch.Tensor]) -> torch.Tensor:
     if all(isinstance(value, torch.Tensor) for value in values):
         return torch.stack(list(values)).cpu()  # type: ignore[arg-type]
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")

@@ -52,7 +52,7 @@ class Buffers:
                 return self._held[at]
         # Not np.empty: malloc puts large arrays 16 bytes behind the start of a page. Copies from the starts of pages to there,
         # from images of 12 kB in a map for example, take four times as long on AMD ("4K aliasing"). Torch aligns to 64 bytes.
-        made = torch.empty(int(size * _SPARE), dtype=torch.uint8).numpy()
+        made = torch.empty(int(size * _SPARE), dtype=torch.uint8, device="cpu").numpy()
         if free:
             self._held[free[0]] = made
         elif len(self._held) < _KEPT:

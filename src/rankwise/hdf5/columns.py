@@ -209,7 +209,7 @@ class UnevenColumn:
         return self._row_bytes * float(self.lengths.mean())
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
-        return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]))
+        return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]), device="cpu")
 
     def _sample(self, index: int, file: int) -> Array:
         length = int(self.lengths[index])
@@ -259,7 +259,7 @@ class UnevenColumn:
             return list(samples)
         axes = samples[0].dim() - len(self._shape)
         most = [max(sample.shape[axis] for sample in samples) for axis in range(axes)]
-        out = torch.full((len(samples), *most, *self._shape), self._pad, dtype=samples[0].dtype)
+        out = torch.full((len(samples), *most, *self._shape), self._pad, dtype=samples[0].dtype, device="cpu")
         for to, sample in zip(out, samples, strict=True):
             to[tuple(slice(n) for n in sample.shape[:axes])] = sample
         return out

@@ -391,7 +391,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
     """The norm of all gradients together, as a tensor: this does not wait for the device."""
     if not gradients:
-        return torch.zeros((), dtype=at_least)
+        return torch.zeros((), dtype=at_least, device="cpu")
     if len(gradients) == 1:
         [whole] = gradients
         is_exact = whole.dtype == at_least  # the common case: to pass the dtype takes longer

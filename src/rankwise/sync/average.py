@@ -18,8 +18,8 @@ _CARRIERS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 def tell(numbers: Sequence[float]) -> list[list[float]]:
     """Collective. Returns the numbers of every rank, in the order of ranks, as float64. All ranks give equally many."""
-    table = torch.zeros(comm.world_size(), len(numbers), dtype=torch.float64)
-    table[comm.rank()] = torch.tensor(numbers, dtype=torch.float64)
+    table = torch.zeros(comm.world_size(), len(numbers), dtype=torch.float64, device="cpu")
+    table[comm.rank()] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if not comm.is_alone():
         comm.all_reduce(table)
     return table.tolist()
@@ -27,7 +27,7 @@ def tell(numbers: Sequence[float]) -> list[list[float]]:
 
 def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes that each rank passes to the all-reduce for one average of these tensors."""
-    return sum(t.numel() * torch.empty(0, dtype=_CARRIERS.get(t.dtype, t.dtype)).element_size() for t in tensors)
+    return sum(t.numel() * torch.empty(0, dtype=_CARRIERS.get(t.dtype, t.dtype), device="cpu").element_size() for t in tensors)
 
 
 @torch.no_grad()

@@ -176,7 +176,7 @@ class PowerSGD(Codec):
             )
         for i, (_, k) in self._matrices.items():
             generator = torch.Generator().manual_seed(i)
-            self.rights[i] = torch.randn(k, columns, generator=generator).to(self.error)
+            self.rights[i] = torch.randn(k, columns, generator=generator, device="cpu").to(self.error)
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         pieces, sums = torch.split(wanted, self._sizes), torch.split(total, self._sizes)

@@ -182,7 +182,7 @@ class LocalSGD:
             tensors += [value for _, value in self._optimizer_tensors()]
         apart = self._average(tensors, share)
         apart = apart * share if share else 0.0  # a replica that is not finite has no weight
-        self.drift = math.sqrt(float(comm.all_reduce(torch.tensor(apart, dtype=torch.float64))))
+        self.drift = math.sqrt(float(comm.all_reduce(torch.tensor(apart, dtype=torch.float64, device="cpu"))))
         self._apply(tensors)
         comm.broadcast(_counted_buffers(self._model))
         if self._optimizer_state == "reset":

@@ -93,7 +93,7 @@ class RidingTail:
             self._source = torch.tensor(values, dtype=self._ends.dtype, device=self._ends.device)
         self._ends.copy_(self._source)
         if touched is not None:
-            self._view[: -self.LENGTH] = torch.tensor(touched, dtype=self._view.dtype)
+            self._view[: -self.LENGTH] = torch.tensor(touched, dtype=self._view.dtype, device="cpu")
 
     def read(self) -> Sums:
         complete, changed, *limbs, rest = self._ends.tolist()

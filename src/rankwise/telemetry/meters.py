@@ -70,7 +70,7 @@ class Meters:
         """Collective. Like `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock."""
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
-        packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64)).tolist()
+        packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64, device="cpu")).tolist()
         self.clear()
         return {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}, packed[-1]
 
