@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.optim.swa_utils import SWALR
 
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
@@ -94,3 +109,32 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     optimizers.check(model, mine, SequentialLR(mine, [StepLR(mine, 1), StepLR(mine, 2)], [3]))
     with pytest.raises(ConfigError, match=r"^the scheduler StepLR does not belong to the Trainer's optimizer"):
         optimizers.check(model, mine, StepLR(other, 1))
+
+
+def test_a_scaled_rate_has_the_same_schedule_times_the_factor(four_ranks: None) -> None:
+    """Whatever the scheduler keeps of the rates: the largest, the smallest, of each group."""
+    kinds: list[Callable[[Optimizer], Any]] = [
+        lambda o: OneCycleLR(o, [0.1, 0.2], total_steps=8),
+        lambda o: CyclicLR(o, [0.01, 0.02], [0.1, 0.2], step_size_up=3),
+        lambda o: CosineAnnealingLR(o, T_max=4, eta_min=0.03),
+        lambda o: CosineAnnealingWarmRestarts(o, T_0=3, eta_min=0.03),
+        lambda o: ReduceLROnPlateau(o, patience=0, min_lr=[0.02, 0.04]),
+        lambda o: SWALR(o, [0.01, 0.05], anneal_epochs=4),
+        lambda o: SequentialLR(o, [ConstantLR(o), CosineAnnealingLR(o, T_max=4, eta_min=0.03)], [2]),
+    ]
+
+    def rates(kind: Callable[[Optimizer], Any], is_scaled: bool) -> list[float]:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+        optimizer = SGD(groups, momentum=0.9)
+        scheduler = kind(optimizer)
+        if is_scaled:
+            optimizers.scale_lr(optimizer, "linear", scheduler)
+        found = []
+        for _ in range(7):
+            found += [group["lr"] for group in optimizer.param_groups]
+            optimizer.step()
+            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        return found
+
+    for kind in kinds:
+        assert rates(kind, True) == pytest.approx([4 * rate for rate in rates(kind, False)])

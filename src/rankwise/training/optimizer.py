@@ -21,8 +21,11 @@ from rankwise.errors import ConfigError
 from rankwise.host.arguments import ANYTHING, having, one_of, takes
 
 _FUSED = (Adam, AdamW, SGD)
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """The keys in a parameter group that schedulers use for learning rates."""
+
+_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+"""The attributes in which torch's schedulers keep learning rates: one for each group, or one for all."""
 
 
 def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
@@ -144,16 +147,18 @@ def _multiply(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
         for name in _RATES:
             if name in group:
                 group[name] = group[name] * factor
-    _scale_base(scheduler, factor)
+    _scale_rates(scheduler, factor)
 
 
-def _scale_base(scheduler: Any, factor: float) -> None:
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+def _scale_rates(scheduler: Any, factor: float) -> None:
+    for name in _RATES_OF_SCHEDULERS:
+        rates = getattr(scheduler, name, None)
+        if rates is not None:
+            setattr(scheduler, name, [lr * factor for lr in rates] if isinstance(rates, list | tuple) else rates * factor)
     for value in getattr(scheduler, "__dict__", {}).values():
         for inner in value if isinstance(value, list | tuple) else ():
             if isinstance(inner, LRScheduler):  # inside a SequentialLR or a ChainedScheduler
-                _scale_base(inner, factor)
+                _scale_rates(inner, factor)
 
 
 def outside(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
