@@ -15,9 +15,14 @@ import torch
 from environments import openmpi
 from ranks import RankError, on_ranks, torchrun
 
+from rankwise.data import Loader
 from rankwise.dist import comm
 from rankwise.dist.guards import agreed, main_process_only, once_per_node, run_on_main, run_once_per_node
-from rankwise.errors import CheckpointError, MainProcessError
+from rankwise.dist.world import World
+from rankwise.errors import CheckpointError, ConfigError, MainProcessError
+from rankwise.evaluation import Evaluate
+
+ONE = World(0, 1, 0, 1, 0, "test")
 
 
 class NeedsTwoError(Exception):
@@ -324,6 +329,27 @@ def test_a_guard_within_a_guarded_function_runs_on_main_alone() -> None:
         for rank, answer in enumerate(on_ranks(n, nested)):
             assert answer[:5] == ["AB", "outer", "Its doc.", ("LookupError", "deep"), "AB"]
             assert answer[5] == (once * 2 if rank == 0 else [])
+
+
+def evaluated_in_a_guard() -> list[str]:
+    said = []
+    loader = Loader(list(range(8)), global_batch_size=4, max_epochs=1)
+    for work in (lambda: list(loader), lambda: Evaluate(loader, lambda *_: {"n": (1, 1)}).figures(torch.nn.Linear(1, 1))):
+        try:
+            run_on_main(work)
+        except ConfigError as error:
+            said.append(str(error))
+    run_on_main(lambda: list(Loader([1.0], global_batch_size=1, max_epochs=1).at(ONE)))  # all of it
+    return said
+
+
+def test_a_loader_in_a_guard_is_an_error_and_not_a_part_of_the_data() -> None:
+    for said in on_ranks(2, evaluated_in_a_guard):
+        assert len(said) == 2
+        for text in said:
+            assert text.startswith(
+                "a Loader gives each rank its own part of the data, and inside a guard such as run_on_main only"
+            )
 
 
 def test_what_a_rank_raises_alone_is_raised_as_it_is() -> None:

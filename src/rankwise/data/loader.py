@@ -326,6 +326,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
+        if self._world.world_size > 1:
+            comm.check_together("a Loader gives each rank its own part of the data")
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
         is_elsewhere = self._device.type != "cpu"
         while not self.finished:
@@ -351,8 +353,7 @@ class Loader:
                 self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self.epoch += 1
-        self.position = self._steps = 0
+        self.epoch, self.position, self._steps = self.epoch + 1, 0, 0
 
     def _left_of_epoch(self) -> Iterator[Step]:
         if self._batching is not None:
@@ -482,8 +483,7 @@ class Loader:
         if state["ranks"] != self._world.world_size or state.get("given accumulate") == self._given_accumulate:
             # A micro-batch must not become larger than it was, because that size fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
-        self.epoch = state["epoch"]
-        self.position = state["position"]
+        self.epoch, self.position = state["epoch"], state["position"]
 
 
 def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last: bool, stream: Any) -> None:

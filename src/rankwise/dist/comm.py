@@ -289,6 +289,15 @@ def is_alone() -> bool:
     return dist.get_world_size() == 1
 
 
+def check_together(what: str) -> None:
+    """Raises ConfigError inside a guard (run_on_main, for example) if there are other ranks. `what`: why all must be there."""
+    if _alone and world_size() > 1:
+        raise ConfigError(
+            f"{what}, and inside a guard such as run_on_main only some ranks are there; call this outside, on all ranks, and "
+            "give the guard only what follows from the result"
+        )
+
+
 def patient() -> Any:
     """Collective at the first call. A process group whose collectives wait for a rank as long as it is alive: for work that
     only some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone."""
