@@ -482,6 +482,43 @@ def test_fresh_moves_the_older_run_aside(launch, tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+SEVERAL = """
+import sys, torch, rankwise
+
+def step(model, batch):
+    return model(batch).sum(), len(batch)
+
+def trained(seed, steps, **given):
+    torch.manual_seed(seed)
+    model = given.pop("model", None) or torch.nn.Linear(1, 1)
+    data = [torch.ones(1)] * 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = rankwise.Trainer(model, optimizer, step, data, global_batch_size=4, max_steps=steps, **given).fit()
+    print("trained", seed, state.step, model.bias.item(), flush=True)
+    return model
+
+for fold in (1, 2):
+    trained(fold, 3, checkpoints=rankwise.Checkpoints(f"{sys.argv[1]}/fold-{fold}"))
+first = trained(3, 3)
+trained(4, 6, model=first)
+trained(5, 3)
+"""
+
+
+def test_models_that_one_script_trains_have_separate_checkpoints_or_are_refused(launch, tmp_path: Path) -> None:
+    trained: list[list[str]] = []
+    for options in ((), ("--fresh",), ()):
+        run = launch(SEVERAL, str(tmp_path / "folds"), options=("--nproc", "1", *options))
+        assert run.wait() == 2
+        assert "runs/script/checkpoints has the checkpoints of another model that this script has trained" in run.output()
+        trained.append(re.findall(r"trained (\d \d .*)", run.run.log(0).read_text()))
+    assert [line[:3] for line in trained[1]] == ["1 3", "2 3", "3 3", "4 6"]
+    assert trained[1] == trained[0]  # by --fresh everything is trained again, each part once
+    assert trained[2][:4] == trained[1]
+    assert [line[:3] for line in trained[2][4:]] == ["1 3", "2 3", "3 6", "4 6"]  # resumed, and already done
+    assert sorted(path.name for path in (tmp_path / "folds").iterdir()) == ["fold-1", "fold-1.old-1", "fold-2", "fold-2.old-1"]
+
+
 def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -> None:
     saves = "max_steps=100, checkpoints=rankwise.Checkpoints(every_s=0.1)"
     run = launch(train(pause_s=0.02, steps=100).replace("max_steps=100", saves))

@@ -70,7 +70,7 @@ from rankwise.training.fingerprint import Fingerprint, compare, numerics
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import begin_training, check_synced, check_unwrapped, prepare
-from rankwise.training.open_run import already_done, open_run, run_path
+from rankwise.training.open_run import already_done, open_run, run_path, use_folder
 from rankwise.training.precision import PRECISION, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
@@ -157,6 +157,7 @@ class Trainer:
         self.sync = strategies.chosen(sync)
         self._unattached = copy.deepcopy(self.sync)
         self.run = RunDir(run_path(self.world, run_dir))
+        self._is_run_chosen = run_dir is not None and self.world.run_dir is None
         self.checkpoints = checkpoints if checkpoints is not None else Checkpoints()
         if not self.checkpoints.has_folder:
             self.checkpoints.folder = self.run.checkpoints
@@ -326,11 +327,13 @@ class Trainer:
         """Collective. Begin the run, and close what is open when the loop ends or raises."""
         if fresh and self._has_begun:
             raise ConfigError(messages.used_before("fit(fresh=True) starts from scratch"))
+        folder = self.checkpoints.folder
+        is_new = use_folder(folder, self.state.model, chosen=self._is_run_chosen or folder != self.run.checkpoints)
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status, raised = "ended by an exception", 1, True
         try:
-            if fresh or attempt.fresh:
+            if fresh or (attempt.fresh and is_new):
                 self.checkpoints.start_from_scratch()
             self._begin(self.state)
             yield self.state

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+
+from torch import nn
 
 from rankwise import schedulers
 from rankwise.dist import log
@@ -56,6 +59,24 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
             raise
 
     return run_on_main(prepare), lease
+
+
+_used: dict[Path, weakref.ref[nn.Module]] = {}
+"""The folders of checkpoints that this process has used, and for which model."""
+
+
+def use_folder(folder: Path, model: nn.Module, chosen: bool) -> bool:
+    """Record that `model` is saved in `folder`; returns whether this process has not used the folder before. `chosen`: the
+    script has named it. Raises ConfigError if it has not, and has trained another model there: the checkpoint of that one would
+    be loaded into this one, instead of training it. (In a notebook a cell that creates the model is run again to go on.)"""
+    before = _used.get(folder)
+    if before is not None and before() is not model and not chosen and hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(
+            f"{short(folder)} has the checkpoints of another model that this script has trained; give each model its own "
+            'folder: Trainer(..., checkpoints=Checkpoints("runs/second"))'
+        )
+    _used[folder] = weakref.ref(model)
+    return before is None
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
