@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import math
 from pathlib import Path
@@ -23,10 +24,12 @@ import rankwise
 from rankwise.checkpoint import Checkpoints
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.sync import AllReduce, divergence
+from rankwise.sync import AllReduce, LocalSGD, divergence
 
 STOPS = (3, 5, 6, 8)
 LONG = {"max_epochs": None, "max_steps": 10}
+OVERLAPPING = functools.partial(AllReduce, overlap=True)
+LOCAL = functools.partial(LocalSGD, 3)
 
 
 # --- unfrozen, added
@@ -509,3 +512,90 @@ def trained_by_a_step_that_changes_its_batch(folder: Path) -> tuple[list[float],
 def test_a_step_function_that_removes_the_labels_and_scales_its_batch_in_place_gets_a_whole_one(n: int, tmp_path: Path) -> None:
     for ours, plain in on_ranks(n, trained_by_a_step_that_changes_its_batch, tmp_path):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+# --- gradients that are not of a step
+
+
+def probed_and_not(folder: Path, make_sync: Any, width: int) -> tuple[Flat, Flat]:
+    """The final parameters; first with an action and an evaluation that call `backward` for themselves."""
+
+    def wide() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+    def saliency(model: nn.Module, batch: Any) -> dict[str, Any]:
+        with torch.enable_grad():
+            step_fn(model, batch)[0].backward()
+        return {"slope": (next(model.parameters()).grad.abs().sum(), 1)}
+
+    def probe(state: Any) -> None:
+        step_fn(state.model, [t[:2] for t in data().tensors])[0].backward()
+
+    given = {"eval_data": data(), "eval_fn": saliency, "eval_every": 2, "actions": [probe]}
+    results = [
+        fit(folder / f"{len(settings)}", model=wide(), sync=make_sync(), **LONG, **settings)[0]
+        for settings in (given, {"eval_data": data(), "eval_fn": eval_fn, "eval_every": 2})
+    ]
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "make_sync", "width"),
+    [(1, AllReduce, 8), (1, AllReduce, 4000), (2, AllReduce, 8), (2, OVERLAPPING, 8), (2, LOCAL, 8)],
+    ids=["one buffer", "in place", "two ranks", "in buckets", "local"],
+)
+def test_a_backward_pass_of_an_evaluation_or_an_action_is_no_part_of_the_next_step(
+    n: int, make_sync: Any, width: int, tmp_path: Path
+) -> None:
+    for probed, plain in on_ranks(n, probed_and_not, tmp_path, make_sync, width):
+        assert np.array_equal(probed, plain)
+
+
+# --- buffers that only some ranks have
+
+
+class Growing(nn.Module):
+    """A table that grows with the longest sequence of this rank (as of rotary embeddings), a sparse constant, an expanded one,
+    and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        self.register_buffer("table", torch.zeros(1, dtype=torch.float64), persistent=False)
+        self.register_buffer("places", torch.eye(3).to_sparse(), persistent=False)
+        self.register_buffer("one", torch.ones(1, dtype=torch.float64).expand(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += len(x)
+        if len(self.table) < comm.rank() + 2:
+            self.table = torch.zeros(comm.rank() + 2, dtype=torch.float64)
+        found: torch.Tensor = self.layer(x * self.one + self.table[-1])
+        return found
+
+
+def grown(folder: Path, make_sync: Any) -> tuple[list[Flat], list[int]]:
+    """The parameters: of a run without a stop, and of one that is stopped and resumed; and the sizes of the table."""
+    results, sizes = [], []
+    for stops in ((8,), (4, 8)):
+        for steps in stops:
+            model = Growing()
+            ema = rankwise.actions.EMA(model, decay=0.5)
+            fit(
+                folder / str(len(stops)), model=model, sync=make_sync(), max_epochs=None, max_steps=steps, every_steps=2,
+                eval_data=data(), eval_fn=eval_fn, eval_every=2,
+                actions=[ema, rankwise.Evaluate(data(), eval_fn, model=ema, name="ema")],
+            )  # fmt: skip
+        results.append(flat(model))
+        sizes.append(len(model.table))
+    return results, sizes
+
+
+@pytest.mark.parametrize("make_sync", [AllReduce, LOCAL], ids=["all-reduce", "local"])
+def test_a_buffer_whose_shape_differs_between_ranks_stays_as_it_is_on_each(make_sync: Any, tmp_path: Path) -> None:
+    for rank, ((unbroken, resumed), sizes) in enumerate(on_ranks(2, grown, tmp_path, make_sync)):
+        assert np.array_equal(unbroken, resumed)
+        assert sizes == [rank + 2] * 2

@@ -83,6 +83,8 @@ def trained(overlap: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
             model.last = torch.manual_seed(4) and nn.Linear(8, 3).double()
             optimizer.add_param_group({"params": list(model.last.parameters())})
             sync.follow()
+    with sync.averaged():
+        sync.rank_state_dict()
     sync.finish()
     return model, optimizer
 
@@ -116,9 +118,10 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
-NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm", "_foreach_mul_")
-"""Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, and gradients
-of one dtype are in one tensor."""
+OF_BUFFERS = ("_BatchNorm", "_non_persistent_buffers_set")
+NOT_ALONE = (*NOT_HERE, *OF_BUFFERS, "_push_all_rebuilt_params", "_rebuild_buckets", "_foreach_norm", "_foreach_mul_")
+"""Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, its buffers
+are those of all ranks, and gradients of one dtype are in one tensor."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ranks import RankError, on_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from rankwise.data.loader import share
 from rankwise.dist import accelerator, comm
@@ -238,26 +239,105 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("out of memory")
 
 
-def given_up(fails: bool) -> Flat:
+def given_up(fails: bool, overlap: bool, last: bool = False) -> Any:
+    """The last layer has its gradient when the pass fails."""
     model = plain_model()
-    optimizer = adamw(model)
-    sync = AllReduce().attach(model, optimizer)
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model))
+    data, stepped = sequences(), []
+    for step in range(3):
+        if fails and step == 1 and not (last and comm.rank() == 1):
+            handle = model[2].register_forward_pre_hook(lambda _, inputs: Fails.apply(inputs[0]))
+            total, count = loss_of(model, data[:4])
+            handle.remove()
+            with pytest.raises(RuntimeError, match="out of memory"):
+                sync.backward(total, count, last=last)
+        if not (fails and last and step == 1 and comm.rank() == 0):
+            total, count = loss_of(model, data[4 * step : 4 * step + 3])
+            sync.backward(total, count, last=True)
+        stepped.append(sync.step().mine.stepped)
+    return stepped, [flat_parameters(model)]
+
+
+@pytest.mark.parametrize("overlap", WAYS)
+def test_a_micro_batch_whose_backward_pass_failed_and_that_the_script_gives_up_counts_for_nothing(overlap: bool) -> None:
+    for n in (1, 2):
+        for reference, ours in zip(on_ranks(n, given_up, False, overlap), on_ranks(n, given_up, True, overlap), strict=True):
+            assert ours[0] == [True] * 3
+            assert same(reference[1], ours[1])
+
+
+def test_a_step_whose_last_backward_pass_failed_while_gradients_were_sent_is_skipped_on_all_ranks() -> None:
+    for stepped, _ in on_ranks(2, given_up, True, True, last=True):
+        assert stepped == [True, False, True]
+
+
+def without_targets(overlap: bool, accumulate: int) -> Flat:
+    """Rank 1 has no target in its first micro-batches, so that their loss does not depend on the parameters."""
+    model = plain_model()
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model))
     data = sequences()
     for step in range(3):
-        if fails and step == 1:
-            total, count = loss_of(model, data[:4])
-            with pytest.raises(RuntimeError, match="out of memory"):
-                sync.backward(Fails.apply(total), count)
-            optimizer.zero_grad()
-        total, count = loss_of(model, data[4 * step : 4 * step + 3])
-        sync.backward(total, count)
+        for part in range(accumulate):
+            begin = 8 * step + 2 * comm.rank() + 4 * part
+            total, count = loss_of(model, data[begin : begin + 2])
+            if comm.rank() == 1 and part == 0:
+                total, count = torch.zeros((), dtype=torch.float64), 0
+            sync.backward(total, count, last=part == accumulate - 1)
         sync.step()
     return [flat_parameters(model)]
 
 
-def test_a_micro_batch_whose_backward_pass_failed_and_that_the_script_gives_up_counts_for_nothing() -> None:
-    for reference, ours in zip(on_ranks(2, given_up, False), on_ranks(2, given_up, True), strict=True):
-        assert same(reference, ours)
+@pytest.mark.parametrize("overlap", WAYS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_constant_loss_with_a_count_of_nothing_adds_nothing(overlap: bool, accumulate: int) -> None:
+    model = plain_model()
+    optimizer = adamw(model)
+    data = sequences()
+    for step in range(3):
+        begins = [4 * part + 2 * rank for part in range(accumulate) for rank in range(2) if (part, rank) != (0, 1)]
+        total, count = loss_of(model, [data[8 * step + begin + i] for begin in begins for i in range(2)])
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+    for ours in on_ranks(2, without_targets, overlap, accumulate):
+        assert np.allclose(ours[0], flat_parameters(model), rtol=1e-9, atol=0)
+
+
+class UsedTwice(nn.Module):
+    """One layer in two checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.shared, self.first(x) if _ == 0 else x, use_reentrant=self._reentrant)
+        return x
+
+
+def trained_twice(reentrant: bool, overlap: bool) -> Any:
+    torch.manual_seed(0)
+    model = UsedTwice(reentrant)
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model))
+    for step in range(2):
+        x = torch.arange(12, dtype=torch.float64).view(2, 6) / (3 + step + comm.rank())
+        try:
+            sync.backward(model(x).square().sum(), 2, last=True)
+            sync.step()
+        except StepError as error:
+            return str(error)
+    return [flat_parameters(model)]
+
+
+def test_a_layer_that_is_used_in_two_checkpoints_has_the_gradient_of_both_or_is_an_error() -> None:
+    expected = on_ranks(2, trained_twice, False, False)
+    for reentrant, overlap in ((True, False), (False, True)):
+        for theirs, ours in zip(expected, on_ranks(2, trained_twice, reentrant, overlap), strict=True):
+            assert same(theirs, ours)
+    for said in on_ranks(2, trained_twice, True, True):
+        assert "in two reentrant checkpoints; give checkpoint(..., use_reentrant=False)" in said
 
 
 def test_a_norm_of_just_the_clip_norm_is_not_clipped() -> None:

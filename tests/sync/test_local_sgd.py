@@ -1011,3 +1011,37 @@ def test_a_resumed_run_keeps_its_outer_learning_rate_and_momentum() -> None:
     resumed = attached(momentum=0.4)  # what the script sets now
     resumed.load_state_dict(began.state_dict())
     assert (resumed._outer_lr, resumed._outer_momentum) == (1.0, 0.4)
+
+
+NEW: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05, t0=0),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),
+    "Adadelta": torch.optim.Adadelta,
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_state_of_an_optimizer_is_reset_to_that_of_a_new_one(name: str) -> None:
+    def trained(sync: LocalSGD | None) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 2).double()
+        optimizer = NEW[name](model.parameters())
+        if sync is not None:
+            sync.attach(model, optimizer)
+        for step in range(6):
+            x = torch.arange(3.0, dtype=torch.float64) + step
+            loss = model(x).square().sum()
+            if sync is not None:
+                sync.backward(loss, 1)
+                sync.step()
+                continue
+            if step % 2 == 0:
+                optimizer = NEW[name](model.parameters())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    assert trained(LocalSGD(2, optimizer_state="reset")) == trained(None)

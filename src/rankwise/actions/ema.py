@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import TEXT, Argument, instance, is_number, takes
+from rankwise.training.model import give_own_elements
 from rankwise.training.state import TrainState
 
 _DECAY = Argument(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1, near 1: 0.999")
@@ -30,6 +31,7 @@ class EMA:
     @takes(model=instance(nn.Module, "a torch.nn.Module"), decay=_DECAY, name=TEXT)
     def __init__(self, model: nn.Module, decay: float = 0.999, name: str = "ema") -> None:
         self.name = name
+        give_own_elements(model)
         self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self._shapes = [p.shape for p in model.parameters()]
 
@@ -49,7 +51,16 @@ class EMA:
                 f"the action {self.name}: the model's parameters have changed since EMA(model) was created; create it after "
                 "the last layer is replaced"
             )
+        if any(mine.shape != b.shape for mine, b in zip(self.model.buffers(), state.model.buffers(), strict=True)):
+            self._reshape_buffers(state.model)
         self._averaged.update_parameters(state.model)
+
+    def _reshape_buffers(self, model: nn.Module) -> None:
+        """A table may grow with the longest sequence."""
+        for mine, module in zip(self.model.modules(), model.modules(), strict=True):
+            for name, buffer in module.named_buffers(recurse=False):
+                if getattr(mine, name).shape != buffer.shape:
+                    setattr(mine, name, buffer.detach().clone())
 
     def state_dict(self) -> dict[str, Any]:
         return self._averaged.state_dict()

@@ -31,6 +31,7 @@ NAMES = {
     "_rebuild_buckets": "gradients are summed after the backward pass, not during it",
     "_parameters": "the search for replaced layers takes longer in each step",
     "_modules": "the search for replaced layers takes longer in each step",
+    "_non_persistent_buffers_set": "buffers that are not in the state_dict are averaged and saved for each rank, too",
     "_load_from_state_dict": "a model is loaded from a checkpoint more slowly",
     "_load_state_dict_pre_hooks": "a model is loaded from a checkpoint more slowly",
     "_optimizer_state_dict_pre_hooks": "an optimizer is loaded from a checkpoint more slowly",
@@ -134,6 +135,17 @@ def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
     be listed to see a change."""
     found = (_find(module, "_parameters"), _find(module, "_modules"))
     return found if None not in found else ()
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are in the state_dict, by name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}  # each once, also one that two modules share
+    for prefix, module in model.named_modules():
+        left_out = _find(module, "_non_persistent_buffers_set", ())
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in left_out:
+                found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
 
 
 # --- a checkpoint

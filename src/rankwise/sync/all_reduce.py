@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.host.arguments import Argument, one_of, takes
+from rankwise.sync.average import common_buffers
 from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
@@ -59,7 +60,7 @@ class AllReduce:
     on a gradient that is not linear sees this scaled sum, not the mean.
 
     A parameter that got no gradient on any rank in a step is not changed, as in a loop on one device, and is reported once.
-    Each rank has its own buffers; evaluation and saves use a copy of the main rank's.
+    Each rank has its own buffers; evaluation and saves use a copy of the main rank's (not of those whose shape differs).
     """
 
     promise: Promise
@@ -123,7 +124,7 @@ class AllReduce:
         self._optimizer = optimizer
         self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
-        comm.broadcast(self._trained.tensors())
+        comm.broadcast([*self._trained.named().values(), *common_buffers(model).values()])
         self._reduction = self._new_reduction()
         with contextlib.suppress(AttributeError):  # an optimizer that wraps another may have no hooks
             self._on_step = optimizer.register_step_pre_hook(self._before_step)
@@ -167,6 +168,8 @@ class AllReduce:
     # --- what is trained may change
 
     def follow(self) -> None:
+        if not self._called:
+            self._reduction.drop()  # an action may have called backward: the next step is of its own samples only
         if self._trained.changed():
             self._follow(told=True)
 
@@ -229,16 +232,32 @@ class AllReduce:
         self._reduction.expect(count, last)
         try:
             loss_sum.backward(seed)  # type: ignore[no-untyped-call]  # a seed costs no node in the graph, a division would
-        except BaseException:  # out of memory, for example: if the script continues, this count must not remain
-            self._reduction.expect(-count, last=False)
+        except BaseException as reason:
+            if count == 0 and isinstance(reason, RuntimeError) and not loss_sum.requires_grad:
+                return  # nothing to learn from on this rank: no target in its samples
+            self._forget_micro_batches()
+            self._check_loss(loss_sum)
             raise
 
-    def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
+    def _forget_micro_batches(self) -> None:
+        """An exception has ended a backward pass (out of memory, for example), which may have computed a part of the gradient.
+        If the script continues, this rank has nothing of this step."""
+        if self._reduction.begun:
+            self._reduction.expect(math.nan, last=False)  # a part may have been sent: all ranks skip the step
+        else:
+            self._reduction.drop()
+
+    @staticmethod
+    def _check_loss(loss_sum: torch.Tensor) -> None:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
             raise StepError(
                 f"the loss sum must be a scalar that depends on the parameters, but it has shape {tuple(loss_sum.shape)}"
                 f"{'' if loss_sum.requires_grad else ' and needs no gradient'}; return (loss.sum(), count)"
             )
+
+    def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        if loss_sum.dim() != 0:
+            self._check_loss(loss_sum)
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
@@ -323,14 +342,15 @@ class AllReduce:
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
         model = self._trained.model if module is None else module
-        named = dict(model.named_buffers())
-        if not named or not self._together:
+        if not self._together:
             yield
             return
         with buffers_kept(model) as own:
+            named = common_buffers(model)
             comm.broadcast(list(named.values()))
             if module is None:
-                self._own_buffers = {n: own[id(b)] for n, b in named.items() if not _same_bits(own[id(b)], b)}
+                kept = private_names.persistent_buffers(model)
+                self._own_buffers = {n: own[id(b)] for n, b in kept.items() if n in named and not _same_bits(own[id(b)], b)}
             try:
                 yield
             finally:
@@ -338,7 +358,7 @@ class AllReduce:
 
     def finish(self) -> None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
-        comm.broadcast(list(self._trained.model.buffers()))
+        comm.broadcast(list(common_buffers(self._trained.model).values()))
         if self._on_step is not None:
             self._on_step.remove()
 

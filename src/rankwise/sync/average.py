@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from rankwise.dist import comm
 
@@ -28,6 +29,14 @@ def tell(numbers: Sequence[float]) -> list[list[float]]:
 def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes that each rank passes to the all-reduce for one average of these tensors."""
     return sum(t.numel() * torch.empty(0, dtype=_CARRIERS.get(t.dtype, t.dtype), device="cpu").element_size() for t in tensors)
+
+
+def common_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Collective. The buffers that all ranks have with the same shape and dtype, by name, in the same order. Others, such as a
+    table that grows with the longest sequence, stay as they are on each rank; so do sparse ones."""
+    named = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided}
+    ranks = comm.all_gather_object({name: (tuple(b.shape), str(b.dtype)) for name, b in named.items()})
+    return {name: named[name] for name, kind in ranks[0].items() if all(theirs.get(name) == kind for theirs in ranks)}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,9 +61,32 @@ class DdpReduction(SeparateGradients):
         self._tail: RidingTail | None = None
         self._apart: torch.Tensor | None = None
         """The tail, if it needs a separate message: the last bucket (bf16, fp16) is not exact enough to carry a count."""
+        self._seen: set[torch.Tensor] | None = None
+        """During the last backward pass, the parameters that have got their gradient."""
+        self._watch()
         self.wait_s = 0.0
         self.sent_bytes = 0
         self._gradient_bytes = sum(p.nbytes for p in self.parameters)
+
+    def _watch(self) -> None:
+        """Notice a second gradient in one backward pass: of a layer in two reentrant checkpoints, each of which is a backward
+        pass of its own. The reducer takes only the first, and may ignore the second."""
+        this = weakref.ref(self)
+
+        def look(parameter: torch.Tensor) -> None:
+            here = this()
+            if here is None or here._seen is None:
+                return
+            if parameter in here._seen:
+                raise StepError(
+                    "a parameter got two gradients in one backward pass: its layer is used in two reentrant checkpoints; give "
+                    "checkpoint(..., use_reentrant=False), or use AllReduce(overlap=False)"
+                )
+            here._seen.add(parameter)
+
+        for parameter in self.parameters:
+            handle = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)
 
     @property
     def begun(self) -> bool:
@@ -72,6 +96,7 @@ class DdpReduction(SeparateGradients):
         self._count = self._count + count
         if last:
             self._expect_all()
+            self._seen = set()
 
     def _expect_all(self) -> None:
         self._before = [p.grad for p in self.parameters]
@@ -86,7 +111,7 @@ class DdpReduction(SeparateGradients):
 
     def reduce(self, changed: bool = False) -> RidingTail:
         began = time.perf_counter()
-        self._changed = changed
+        self._changed, self._seen = changed, None
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
             if self._before is None:  # no sample on this rank, or a loop that did not mark its last micro-batch

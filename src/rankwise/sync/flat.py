@@ -66,6 +66,11 @@ class FlatReduction:
         self.release()
         return found, count
 
+    def drop(self) -> None:
+        self._count = 0.0
+        for buffer in self._buffers:
+            buffer.drop()
+
     def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and parameter.grad is not None:
@@ -180,6 +185,10 @@ class _Buffer:
         if self._holds_all() and not self._has_moved():
             return bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+
+    def drop(self) -> None:
+        if self._version_of is None or self._versions_now() != self._versions or not self._holds_all():
+            self.clear()
 
     def clear(self) -> None:
         self.flat.zero_()

@@ -10,6 +10,7 @@ Local SGD: Stich 2019, arXiv:1805.09767; post-local SGD (`start`): Lin et al. 20
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,7 +44,8 @@ class LocalSGD:
     step each, to measure the steps. `start`: number of exact steps before (post-local SGD). `at_steps`: average exactly after
     these steps, and at the end. The weight of a replica is the number of samples (the counts) of its steps since the last
     average, so that uneven shares have the right weight. Floating buffers are averaged in the same way, others are copied from
-    rank 0. `optimizer_state`: keep (each rank its own), average, or reset to zero at each average.
+    rank 0, except buffers that are not in the state_dict. `optimizer_state`: keep (each rank its own), average, or reset to
+    that of a new optimizer at each average.
 
     With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
     because each rank has its own momentum.
@@ -106,6 +108,7 @@ class LocalSGD:
         check_alike(self)
         self._model, self._optimizer = model, optimizer
         self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
+        self._of_new_optimizer = {p: copy.deepcopy(kept) for p, kept in getattr(optimizer, "state", {}).items()}
         self._local.begin_period()
         self._next = self._after(self.start)
         self._start_clock()
@@ -242,23 +245,30 @@ class LocalSGD:
         """The tensors of the model to average: what was trained in this period, also what was frozen meanwhile, and floating
         buffers."""
         if module is not None:
-            return [t for t in module.state_dict().values() if t.is_floating_point()]
-        return [*self._local.moved.values(), *(b for b in self._model.buffers() if b.is_floating_point())]
+            trained: list[torch.Tensor] = [p for p in module.parameters() if p.is_floating_point()]
+        else:
+            module, trained = self._model, list(self._local.moved.values())
+        return [*trained, *(b for b in _buffers(module).values() if b.is_floating_point())]
 
     def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
         state = named_state(self._model, self._optimizer)
         return [(k, v) for k, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
     def _forget_optimizer_state(self) -> None:
-        for _, value in self._optimizer_tensors():
-            value.zero_()
+        """As in a new optimizer: most create their state in the first step. With "average", it becomes that of the others."""
+        if self._optimizer_state == "average":
+            for _, value in self._optimizer_tensors():
+                value.zero_()
+        elif (state := getattr(self._optimizer, "state", None)) is not None:
+            state.clear()
+            state.update({p: copy.deepcopy(kept) for p, kept in self._of_new_optimizer.items()})
 
     def _layout(self) -> float:
         """A number that is equal on two ranks if their averages have the same tensors."""
         return float(int(xxhash.xxh3_64_hexdigest(repr(self._traits()).encode())[:12], 16))
 
     def _traits(self) -> list[tuple[str, ...]]:
-        named: dict[str, torch.Tensor] = {**self._local.moved, **dict(self._model.named_buffers())}
+        named: dict[str, torch.Tensor] = {**self._local.moved, **_buffers(self._model)}
         if self._optimizer_state == "average":
             named |= dict(self._optimizer_tensors())
         traits = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named.items()]
@@ -428,4 +438,9 @@ def _outline_of(value: Any) -> Any:
 
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Buffers that are not averaged, because they count."""
-    return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+    return [buffer for buffer in _buffers(module).values() if not buffer.is_floating_point()]
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of the state_dict, by name. Others (a table of positions, a mask) stay as they are on each rank."""
+    return {name: b for name, b in private_names.persistent_buffers(module).items() if b.layout == torch.strided}

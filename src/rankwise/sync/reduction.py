@@ -148,6 +148,9 @@ class Reduction(Protocol):
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         """Copies of this rank's own gradients (None for a parameter without one), and its count. Both are removed from here."""
 
+    def drop(self) -> None:
+        """Remove this rank's own gradients and its count. Cheap if there are none. Not called once `begun`."""
+
     def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
         """Set these gradients as if a backward pass had computed them. Called at the start of a step."""
 
@@ -175,6 +178,10 @@ class SeparateGradients:
 
     def has_gradients(self) -> bool:
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+
+    def drop(self) -> None:
+        self._count = 0.0
+        self.release()
 
     def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -123,10 +123,6 @@ class Trained:
         """The current parameters of the model, also frozen ones, and what else the optimizer trains."""
         return named_parameters(self.model, self.optimizer)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All of these parameters, and the model's buffers."""
-        return [*self.named().values(), *self.model.buffers()]
-
     def name(self, parameter: torch.Tensor) -> str:
         return next((name for name, p in self._named.items() if p is parameter), "a parameter")
 

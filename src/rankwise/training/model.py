@@ -93,9 +93,9 @@ def begin_training(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards each module has its own mode again, and each buffer its value. Random
-    numbers drawn inside do not change the training's streams."""
-    with unmoved(model), buffers_kept(model):
+    """Inside, the model is in evaluation mode; afterwards each module has its own mode again, and each buffer and gradient its
+    value. Random numbers drawn inside do not change the training's streams."""
+    with unmoved(model), gradients_kept(model), buffers_kept(model):
         model.eval()
         yield
 
@@ -104,6 +104,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def buffers_kept(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced. Yields
     their values now, by the `id` of the buffer."""
+    give_own_elements(model)
     kept = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
     values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     try:
@@ -113,6 +114,19 @@ def buffers_kept(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
             buffer.copy_(values[id(buffer)])
             if dict(module.named_buffers(recurse=False)).get(name, buffer) is not buffer:
                 setattr(module, name, buffer)
+
+
+@contextlib.contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters have no gradient, and `backward` may give them one; afterwards each has its own again."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager
