@@ -70,7 +70,7 @@ from rankwise.training.fingerprint import Fingerprint, compare, numerics
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import begin_training, check_synced, check_unwrapped, prepare
-from rankwise.training.open_run import already_done, open_run, run_path, use_folder
+from rankwise.training.open_run import already_done, open_run, run_path, take_folder, use_folder
 from rankwise.training.precision import PRECISION, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
@@ -332,9 +332,14 @@ class Trainer:
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status, raised = "ended by an exception", 1, True
+        of_folder = None
         try:
+            of_folder = take_folder(folder, self.run)
             if fresh or (attempt.fresh and is_new):
+                if of_folder is not None:
+                    of_folder.release()  # this renames the folder
                 self.checkpoints.start_from_scratch()
+                of_folder = take_folder(folder, self.run)
             self._begin(self.state)
             yield self.state
             outcome, status = f"ended after step {self.state.step}", 0
@@ -346,6 +351,8 @@ class Trainer:
             failed = self._actions.close()
             self._saving.close()
             self.stop.leave()
+            if of_folder is not None:
+                of_folder.release()
             if failed and not raised:
                 outcome, status = "ended by an exception", 1
             if lease is not None:

@@ -130,6 +130,22 @@ def test_fresh_moves_the_older_runs_aside_each_to_a_name_of_its_own(run: RunDir)
         assert RunDir(aside).log(0).read_text() == str(number)
 
 
+def test_fresh_follows_a_link_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Users keep runs on a large disk, and link to them from their home folder."""
+    large, home = tmp_path / "large", tmp_path / "home"
+    (large / "train").mkdir(parents=True)
+    home.mkdir()
+    (home / "train").symlink_to(large / "train")
+    run = RunDir(home / "train")
+    run.prepare(fresh=False)
+    run.log(0).write_text("old")
+    aside = run.prepare(fresh=True)
+    run.log(0).write_text("new")
+    assert aside is not None
+    assert (names(home), sorted(names(large))) == (["train"], sorted(["train", aside.name]))
+    assert (RunDir(aside).log(0).read_text(), RunDir(large / "train").log(0).read_text()) == ("old", "new")
+
+
 def test_fresh_with_no_older_run_has_nothing_to_move(tmp_path: Path) -> None:
     made = RunDir(tmp_path / "new")
     assert made.prepare(fresh=True) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, RunDirError
 from rankwise.run.directory import RunDir
-from rankwise.training.open_run import already_done, open_run, run_path
+from rankwise.training.open_run import already_done, open_run, run_path, take_folder
 
 ALONE = World(0, 1, 0, 1, 0, "local")
 
@@ -89,3 +90,23 @@ def test_in_a_job_array_each_task_has_a_folder_of_its_own(monkeypatch: pytest.Mo
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert run_path(ALONE, None) == before.with_name(f"{before.name}-3")
     assert run_path(ALONE, tmp_path) == tmp_path
+
+
+def test_two_runs_do_not_save_in_one_folder(run: RunDir, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    assert take_folder(run.checkpoints, run) is None  # the run directory has a lease of its own
+    lease = take_folder(folder, run)
+    assert lease is not None
+    with pytest.raises(RunDirError, match=rf"^another run saves its checkpoints in .*saved: pid {os.getpid()} on .* since 2"):
+        take_folder(folder, RunDir(tmp_path / "other"))
+    lease.release()
+    lease = take_folder(folder, RunDir(tmp_path / "other"))
+    assert lease is not None
+    lease.release()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_made_is_an_error_at_the_start(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"^cannot write .*file/saved: Not a directory; give another folder to Checkpoints"):
+        take_folder(tmp_path / "file" / "saved", run)

@@ -285,8 +285,11 @@ class RunDir:
             if fresh and self.path.is_dir():
                 if (holder := self.holder()) is not None and lease.is_alive(self.lease, holder, say):
                     raise lease.in_use(self.lease, holder)
-                aside = self._free_name()
-                os.rename(self.path, aside)
+                # Of a link, what it points to: otherwise the new run would be written where the link was.
+                folder = self.path.resolve() if self.path.is_symlink() else self.path
+                aside = _free_name(folder)
+                os.rename(folder, aside)
+                folder.mkdir()
             self.logs.mkdir(parents=True, exist_ok=True)
             self.telemetry.mkdir(exist_ok=True)
         except OSError as error:
@@ -322,15 +325,6 @@ class RunDir:
         if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
             return False
         return any(not p.name.startswith(".") for p in self.path.iterdir())
-
-    def _free_name(self) -> Path:
-        stamp = time.strftime("%Y-%m-%d-%H%M%S")
-        name = self.path.with_name(f"{self.path.name}.{stamp}")
-        count = 1
-        while name.exists():
-            count += 1
-            name = self.path.with_name(f"{self.path.name}.{stamp}-{count}")
-        return name
 
     # --- one writer
 
@@ -456,3 +450,14 @@ def without_moved_aside(runs: Iterable[Path]) -> list[Path]:
 def _is_run(path: Path) -> bool:
     run = RunDir(path)
     return exists(run.world) or exists(run.plan)  # a run that waits in a queue has only a plan
+
+
+def _free_name(folder: Path) -> Path:
+    """Where an older run is moved to."""
+    stamp = time.strftime("%Y-%m-%d-%H%M%S")
+    name = folder.with_name(f"{folder.name}.{stamp}")
+    count = 1
+    while name.exists():
+        count += 1
+        name = folder.with_name(f"{folder.name}.{stamp}-{count}")
+    return name

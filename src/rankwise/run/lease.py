@@ -94,10 +94,18 @@ def read(path: Path) -> Holder | None:
         raise RunDirError(f"{path} cannot be read ({error}); if no run is active there, remove it") from None
 
 
-def take(path: Path, say: Callable[[str], None]) -> Lease:
-    """Become the only writer. Raises RunDirError that names the present one: at once if its process is on this machine, else
-    with its next heartbeat, within a second. A holder that is gone is replaced: at once on this machine, else after `GONE_S`
-    without a heartbeat."""
+def in_use(path: Path, holder: Holder) -> RunDirError:
+    """The error for the lease of a run directory."""
+    return RunDirError(
+        f"the run in {short(path.parent)} is still running: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
+        f"wait for it, start another run with --name NAME, or stop it: {typed('cancel', short(path.parent))}"
+    )
+
+
+def take(path: Path, say: Callable[[str], None], refused: Callable[[Path, Holder], RunDirError] = in_use) -> Lease:
+    """Become the only writer. Raises the error of `refused`, which names the present one: at once if its process is on this
+    machine, else with its next heartbeat, within a second. A holder that is gone is replaced: at once on this machine, else
+    after `GONE_S` without a heartbeat."""
     mine = Holder.this_process()
     silent: Holder | None = None
     while True:
@@ -111,7 +119,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
                     break
                 continue  # another process was first: this file system has no locks
         if other.is_here() or not lasts(path, other, say):
-            raise in_use(path, read(path) or other)
+            raise refused(path, read(path) or other)
         silent = other if read(path) is not None else None  # None: it was released meanwhile
     lease = Lease(path, mine, fd)
     if silent is not None:
@@ -119,7 +127,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
         time.sleep(2 * BEAT_S)
         if (now := read(path)) != mine:
             lease.release()
-            raise in_use(path, now or silent)
+            raise refused(path, now or silent)
         say(f"taken over from pid {silent.pid} on {silent.host}, which sent no heartbeat for {GONE_S:.0f} s")
     return lease
 
@@ -160,13 +168,6 @@ def silent_s(path: Path) -> float:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return 0.0
-
-
-def in_use(path: Path, holder: Holder) -> RunDirError:
-    return RunDirError(
-        f"the run in {short(path.parent)} is still running: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
-        f"wait for it, start another run with --name NAME, or stop it: {typed('cancel', short(path.parent))}"
-    )
 
 
 @contextlib.contextmanager

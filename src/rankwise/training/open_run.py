@@ -18,11 +18,12 @@ from rankwise import schedulers
 from rankwise.dist import log
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
-from rankwise.errors import ConfigError
-from rankwise.host.text import short
+from rankwise.errors import ConfigError, RunDirError
+from rankwise.host.text import short, stamp
+from rankwise.run import lease as leases
 from rankwise.run.config import default_run_dir
 from rankwise.run.directory import Attempt, RunDir
-from rankwise.run.lease import Lease
+from rankwise.run.lease import Holder, Lease
 
 
 def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
@@ -59,6 +60,32 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
             raise
 
     return run_on_main(prepare), lease
+
+
+def take_folder(folder: Path, run: RunDir) -> Lease | None:
+    """Collective. If the checkpoints are outside the run directory, where another run might write too: the main rank's lease of
+    their folder. Raises RunDirError on all ranks if another process has it, or if the folder is not writable."""
+    if folder.is_relative_to(run.path):
+        return None
+    lease: Lease | None = None
+
+    def take() -> None:
+        nonlocal lease
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(f"cannot write {folder}: {error.strerror}; give another folder to Checkpoints") from None
+        lease = leases.take(folder / ".lease", log.say, _folder_in_use)
+
+    run_on_main(take)
+    return lease
+
+
+def _folder_in_use(path: Path, holder: Holder) -> RunDirError:
+    return RunDirError(
+        f"another run saves its checkpoints in {short(path.parent)}: pid {holder.pid} on {holder.host} since "
+        f"{stamp(holder.since)}; each run needs its own folder: leave it out, or give another to Checkpoints"
+    )
 
 
 _used: dict[Path, weakref.ref[nn.Module]] = {}
