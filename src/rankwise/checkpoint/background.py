@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankwise.errors import CheckpointError
-
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device})
 
 
@@ -89,10 +87,9 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []
 
     def take(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The same nested state, without anything that training may change. Raises CheckpointError for a numpy array, with its
-        path."""
+        """The same nested state, without anything that training may change."""
         copying = _Copying(self._buffers)
-        taken = {name: copying.of(state, name) for name, state in states.items()}
+        taken = {name: copying.of(state) for name, state in states.items()}
         self._buffers = copying.used
         self._events = copying.run()
         return taken
@@ -113,24 +110,22 @@ class _Copying:
         self._pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._memo: dict[int, Any] = {}
 
-    def of(self, value: Any, path: str) -> Any:
+    def of(self, value: Any) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is dict:
-            return {key: self.of(item, f"{path}/{key}") for key, item in value.items()}
+            return {key: self.of(item) for key, item in value.items()}
         if kind is OrderedDict:
-            changed = OrderedDict((key, self.of(item, f"{path}/{key}")) for key, item in value.items())
+            changed = OrderedDict((key, self.of(item)) for key, item in value.items())
             vars(changed).update(copy.deepcopy(vars(value), self._memo))  # a module's versions
             return changed
         if kind is list or kind is tuple:
-            return kind(self.of(item, f"{path}/{index}") for index, item in enumerate(value))
+            return kind(self.of(item) for item in value)
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, np.ndarray):
-            raise CheckpointError(f"{path} is a numpy array, which could not be loaded again; keep it as a tensor")
         return copy.deepcopy(value, self._memo)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:

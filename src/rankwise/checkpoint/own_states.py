@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rankwise.checkpoint.manifest import Manifest, tensors
-from rankwise.checkpoint.writer import make_plain
+from rankwise.checkpoint.writer import check_loadable, make_plain
 from rankwise.dist import comm, log
 from rankwise.host.text import count, size
 from rankwise.training.state import Stateful
@@ -61,7 +61,9 @@ def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """The own state of this rank, by part. Call this inside `averaged`."""
     found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
-    return {name: make_plain(state, f"{PART}/{name}") for name, state in found.items() if state is not None}
+    for name, state in found.items():
+        check_loadable(state, f"{PART}/{name}")
+    return {name: make_plain(state) for name, state in found.items() if state is not None}
 
 
 def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.checkpoint import manifest as manifests
@@ -20,6 +21,7 @@ from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_by_folder
+from rankwise.checkpoint.writer import check_loadable
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError, UnreadableError
@@ -44,6 +46,18 @@ def check_parts(parts: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the part {name!r} is {shown(part)}, which has no state_dict and load_state_dict; give for example the model"
             )
+
+
+def check_states(parts: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no save could contain, before any work is lost. Models and optimizers contain tensors and
+    numbers."""
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module | Optimizer):
+            try:
+                state = part.state_dict()
+            except Exception:  # it may be ready after the first step only
+                continue
+            check_loadable(state, name)
 
 
 # --- choosing one

@@ -95,3 +95,11 @@ def find_best_figure(manifests: Sequence[Manifest]) -> Best:
         "which metric decides which checkpoint is the best? The run had no keep_best; type --by NAME; the metrics are: "
         f"{figures}"
     )
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no values that are not finite: None instead. Raises ConfigError for what is not a number."""
+    try:
+        return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"save(metrics={dict(metrics)!r}): give a number for each metric ({error})") from None

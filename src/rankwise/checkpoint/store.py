@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 import os
 import shutil
 import time
@@ -41,7 +40,7 @@ from rankwise.checkpoint.folders import order, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import group_by_folder
-from rankwise.checkpoint.retention import Best, Retention
+from rankwise.checkpoint.retention import Best, Retention, finite
 from rankwise.checkpoint.writer import CheckpointWriter, Others, await_folder, collect_states, write_share
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
@@ -219,7 +218,7 @@ class Checkpoints:
         def record() -> Manifest:
             return Manifest(
                 version, step, comm.world_size(), torch.__version__, {}, manifests.take_info(info or {}),
-                _finite(metrics or {}), asdict(self._best) if self._best is not None else {},
+                finite(metrics or {}), asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
 
         if self._sharded:
@@ -460,6 +459,8 @@ class Checkpoints:
         that. Parts named in `may_be_new` may be missing in the checkpoint; then a line is printed.
         """
         resume.check_parts(parts)
+        with agreed():
+            resume.check_states(parts)
         self._meet()
         self._background.join()
         damaged: dict[Path, str] = {}  # on the first rank of each node
@@ -493,8 +494,3 @@ def _check_scope(scope: str | None, sharded: bool) -> None:
             "Checkpoints(sharded=True) needs a folder that all nodes share, and scope='node' says that they share none; "
             "remove one of them (the scope may come from --checkpoint-scope)"
         )
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no values that are not finite: None instead."""
-    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

@@ -11,14 +11,17 @@ If several ranks write, each does so in a thread, and threads must not call coll
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import platform
 import re
 import shutil
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.serialization import config
 
 from rankwise.checkpoint import manifest as manifests
@@ -72,7 +76,7 @@ class CheckpointWriter:
         Raises CheckpointError; then nothing of this checkpoint is left, and older ones remain.
         """
         temporary = others.folder if others is not None else self._unique()
-        states = {name: make_plain(state, name) for name, state in states.items()}
+        states = {name: make_plain(state) for name, state in states.items()}
         try:
             if others is None:
                 self._make(temporary)
@@ -210,9 +214,11 @@ class Others:
 
 
 def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The state of each part. Raises ConfigError for a tensor that is not strided (a sparse one), with its path: no later save
-    could contain it either."""
+    """The state of each part. Raises ConfigError for a value that could not be loaded, and for a tensor that is not strided (a
+    sparse one), with its path: no later save could contain it either."""
     states = {name: part.state_dict() for name, part in parts.items()}
+    for name, state in states.items():
+        check_loadable(state, name)
     for path, tensor in manifests.tensors(states):
         if tensor.layout is not torch.strided:
             raise ConfigError(
@@ -222,20 +228,41 @@ def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     return states
 
 
-def make_plain(state: Any, path: str) -> Any:
-    """The state with plain numbers instead of numpy's, which `weights_only` refuses. Raises CheckpointError for a numpy
-    array."""
+_LOADABLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
+
+
+def check_loadable(state: Any, path: str) -> None:
+    """Raises ConfigError for a value that torch.load(weights_only=True) would refuse, with its path. Numbers of numpy pass:
+    they are saved as plain ones."""
+    kind = type(state)
+    if kind in _LOADABLE or isinstance(state, torch.Tensor | np.generic):
+        return
+    if isinstance(state, dict | list | tuple):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            check_loadable(value, f"{path}/{key}")
+        if kind in (dict, list, tuple, OrderedDict):
+            return
+    memory = io.BytesIO()
+    try:
+        torch.save(state, memory)
+        memory.seek(0)
+        torch.load(memory, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):  # others may be of a signal handler, or of the memory
+        instead = "keep it as a tensor" if kind is np.ndarray else "keep it as tensors, numbers, text, lists and dicts"
+        raise ConfigError(f"{path} is a {kind.__name__}, which could not be loaded from a checkpoint; {instead}") from None
+
+
+def make_plain(state: Any) -> Any:
+    """The state with plain numbers instead of numpy's, which `weights_only` refuses."""
     if isinstance(state, np.generic):
         return state.item()
-    if isinstance(state, np.ndarray):
-        raise CheckpointError(f"{path} is a numpy array, which could not be loaded again; keep it as a tensor")
     if isinstance(state, dict):
-        changed = {key: new for key, value in state.items() if (new := make_plain(value, f"{path}/{key}")) is not value}
+        changed = {key: new for key, value in state.items() if (new := make_plain(value)) is not value}
         if changed:
             state = state.copy()
             state.update(changed)
     elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
-        parts = [make_plain(value, f"{path}/{index}") for index, value in enumerate(state)]
+        parts = [make_plain(value) for value in state]
         if any(new is not old for new, old in zip(parts, state, strict=True)):
             return type(state)(parts)
     return state
