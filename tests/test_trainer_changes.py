@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -599,3 +600,34 @@ def test_a_buffer_whose_shape_differs_between_ranks_stays_as_it_is_on_each(make_
     for rank, ((unbroken, resumed), sizes) in enumerate(on_ranks(2, grown, tmp_path, make_sync)):
         assert np.array_equal(unbroken, resumed)
         assert sizes == [rank + 2] * 2
+
+
+# --- an optimizer without a learning rate
+
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= 0.001 * p.grad.sign()
+
+
+def trained_by_signs(folder: Path) -> tuple[list[Flat], str]:
+    found = [fit(folder / "a", optimizer=Signs, max_steps=8)]
+    for steps in (3, 8):
+        result = fit(folder / "b", optimizer=Signs, max_steps=steps)
+    return [found[0][0], result[0]], result[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_optimizer_may_have_no_learning_rate(n: int, tmp_path: Path) -> None:
+    for (unbroken, resumed), said in on_ranks(n, trained_by_signs, tmp_path):
+        assert np.array_equal(unbroken, resumed)
+        assert not re.search(r"\blr\b", said)
+    with pytest.raises(ConfigError, match=r"^scale_lr: Signs has no learning rate; remove scale_lr"):
+        rankwise.actions.scale_lr(Signs(nn.Linear(1, 1).parameters()), "linear")

@@ -34,6 +34,7 @@ def test_it_steps_once_a_step_but_not_for_one_that_was_skipped(capfd: pytest.Cap
     schedule = Schedule(SequentialLR(state.optimizer, inner, [2]))
     rates = []
     for skipped in (False, True, False, False, True, False):
+        state.step += 1
         state.optimizer.step()
         state.skipped = skipped
         schedule(state)
@@ -47,7 +48,22 @@ def test_one_that_the_script_steps_too_is_told_once(capfd: pytest.CaptureFixture
     scheduler = StepLR(state.optimizer, 10)
     schedule = Schedule(scheduler)
     for _ in range(4):
+        state.step += 1
         state.optimizer.step()
         schedule(state)
         scheduler.step()
     assert capfd.readouterr().out.count(TOLD) == 1
+
+
+def test_one_that_a_checkpoint_has_set_back_is_not_stepped_by_the_script(capfd: pytest.CaptureFixture[str]) -> None:
+    state = state_of_training()
+    scheduler = StepLR(state.optimizer, 10)
+    schedule = Schedule(scheduler)
+    saved = scheduler.state_dict()
+    for step in (1, 2, 1, 2, 3):
+        if step == 1:
+            scheduler.load_state_dict(saved)
+        state.step = step
+        state.optimizer.step()
+        schedule(state)
+    assert capfd.readouterr().out == ""

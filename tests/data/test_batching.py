@@ -11,7 +11,7 @@ import pytest
 from batches import all_of, flat, global_batches, loaders, steps_of
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
 
-from rankwise.data import Loader, Order
+from rankwise.data import Loader, Order, batching
 from rankwise.data.batching import ByCount, ByTokens, LengthBatches, LengthOf, balanced_runs
 from rankwise.data.order import Indices
 from rankwise.errors import ConfigError, DataError
@@ -338,6 +338,17 @@ def test_lengths_that_are_none_are_a_data_error() -> None:
             loaders(Items(), 1, **by_tokens(lengths=lengths))
     with pytest.raises(DataError, match=r"the batch sampler .list. yields no batch in epoch 0"):
         loaders(Items(), 1, global_batch_size=None, batches=[[]])
+
+
+def test_a_batch_sampler_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            return itertools.repeat([1, 2])
+
+    monkeypatch.setattr(batching, "_MOST_LISTED", 5000)
+    with pytest.raises(DataError, match=r"^the batch sampler \(Endless\) has not ended after 5002 samples, .* one that ends"):
+        next(iter(Loader(list(range(4)), batches=Endless())))
+    assert len(list(Loader(list(range(4)), batches=[[0]] * 4999, max_epochs=1))) == 4999  # few samples may be used often
 
 
 @pytest.mark.parametrize("index", [211, -1])

@@ -899,3 +899,9 @@ def test_a_backward_pass_after_the_last_is_an_error() -> None:
         on_ranks(2, backward_after_the_last, 0)
         == ["backward() was called after the micro-batch with last=True; give last=True to the last one only"] * 2
     )
+
+
+@pytest.mark.parametrize("count", [0, -1, math.nan, math.inf])
+def test_a_typical_count_that_no_step_can_have_is_refused(count: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^typical_count={count}: give about the number of samples"):
+        AllReduce().attach(model := plain_model(), adamw(model), typical_count=count)

@@ -94,14 +94,16 @@ def test_a_step_function_that_calls_backward_is_an_error_and_one_that_takes_grad
 
 
 class Replaces(nn.Linear):
-    """Its forward pass gives a buffer a new tensor."""
+    """Its forward pass gives a buffer a new tensor, and counts."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.scale, self.is_first = 0, 1.0, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
+        self.calls, self.scale, self.is_first = self.calls + 1, self.scale * 0.5, False
         return super().forward(x)
 
 
@@ -142,9 +144,17 @@ def test_a_look_at_means_and_an_evaluation_on_two_ranks_leave_the_buffers_that_a
     warn_of_means(summed, model, [torch.randn(4, 2)])
     assert model.seen is before
     assert before == 0
+    assert (model.calls, model.scale, model.is_first) == (0, 1.0, True)
     assert on_ranks(2, evaluated) == [True, True]
 
 
 @pytest.mark.parametrize("batch", [torch.eye(4).to_sparse(), [torch.eye(4), torch.eye(4).to_sparse()]])
 def test_a_batch_that_cannot_be_cut_is_not_looked_at(batch: Any) -> None:
     warn_of_means(lambda model, batch: (torch.ones(()), 1.0), nn.Linear(1, 1), [batch])
+
+
+def test_a_batch_whose_tensors_have_several_lengths_is_not_looked_at(capfd: pytest.CaptureFixture[str]) -> None:
+    """Tokens of several sequences one after the other, and the lengths; or a table of classes, and the samples."""
+    for batch in ((torch.tensor([3, 2, 4]), torch.randn(9, 2)), (torch.randn(4, 2), torch.randn(7, 2))):
+        warn_of_means(lambda model, batch: (model(batch[1]).sum(), len(batch[1])), nn.Linear(2, 1), [batch])
+    assert capfd.readouterr().out == ""

@@ -88,7 +88,7 @@ class Log:
                 kept[name] = kept[name] + total if name in kept else total
             state.measure({name: self._interval[name].mean})
         span = self._breakdown.since_last()
-        figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
+        figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, **_rate_of(state)}
         taken = self._samples()
         if span.elapsed_s and taken:
             figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
@@ -120,7 +120,8 @@ class Log:
         self._last_line, self._samples_at_line = time.monotonic(), self._samples()
 
     def _pace(self, state: TrainState) -> str:
-        return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
+        rate = "".join(f"{name} {value:.4g}, " for name, value in _rate_of(state).items())
+        return f"{rate}{self._progress.pace(state.step)}"
 
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
@@ -155,6 +156,7 @@ def _per_second(samples: float) -> str:
     return f", {samples:.4g} samples/s" if samples > 0 else ""
 
 
-def _rate_of(state: TrainState) -> float:
-    """The learning rate of the first parameter group."""
-    return float(state.optimizer.param_groups[0]["lr"])
+def _rate_of(state: TrainState) -> dict[str, float]:
+    """The learning rate of the first parameter group; some optimizers have none."""
+    group = state.optimizer.param_groups[0]
+    return {"lr": float(group["lr"])} if "lr" in group else {}

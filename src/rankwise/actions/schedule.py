@@ -30,12 +30,13 @@ class Schedule:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._after: Any = None  # the scheduler's count after the last step of this action
+        self._after: tuple[int, Any] | None = None  # the step and the scheduler's count after the last step of this action
 
     def __call__(self, state: TrainState) -> None:
         if state.skipped:
             return
-        if self._after is not None and getattr(self._scheduler, "last_epoch", None) != self._after:
+        count = getattr(self._scheduler, "last_epoch", None)
+        if self._after is not None and self._after[0] == state.step - 1 and self._after[1] != count:
             log.warning_once(
                 "the Trainer steps the scheduler after each optimizer step, and the script does too; remove scheduler.step(), "
                 "or scheduler=... from the Trainer"
@@ -50,4 +51,4 @@ class Schedule:
                 f"{type(self._scheduler).__name__} was made for {rates} parameter groups, and the optimizer has {groups} now "
                 f"({error}): give the optimizer all groups from the start, and freeze them with requires_grad_(False)"
             ) from None
-        self._after = getattr(self._scheduler, "last_epoch", None)
+        self._after = state.step, getattr(self._scheduler, "last_epoch", None)

@@ -123,7 +123,7 @@ class Gradients:
         """Collective. For a strategy that rounds: the difference of its gradient from the exact one, in the first step and in
         the mean over many steps at the same parameters: later steps must send what a step has lost."""
         with self._exact(), self._twin() as twin:
-            for group in twin.optimizer.param_groups:
+            for group in (group for group in twin.optimizer.param_groups if "lr" in group):
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
             sync = new_sync(twin.model, twin.optimizer, clip_norm=None)
             found: list[Found] = []

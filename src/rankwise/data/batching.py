@@ -189,6 +189,10 @@ class ByTokens:
         self.tokens, self.most, self.pool = state["global_batch_tokens"], state["most"], state["pool"]
 
 
+_MOST_LISTED = 10_000_000
+"""A batch sampler of a small dataset that lists more samples in an epoch never ends."""
+
+
 class BySampler:
     """The batches of a batch sampler such as torch's: an iterable of lists of indices, each a global batch.
 
@@ -230,7 +234,7 @@ class BySampler:
         saved.save()
         try:
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
-            self._batches = [_indices(batch, self._sampler, self._samples) for batch in self._sampler]
+            self._batches = list(self._listed())
         finally:
             saved.restore()
         self._batches = [batch for batch in self._batches if len(batch)]
@@ -238,6 +242,17 @@ class BySampler:
             raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
         self._epoch = epoch
         return self._batches
+
+    def _listed(self) -> Iterator[Indices]:
+        listed, most = 0, max(_MOST_LISTED, 1000 * self._samples)
+        for batch in self._sampler:
+            yield (indices := _indices(batch, self._sampler, self._samples))
+            listed += len(indices)
+            if listed > most:
+                raise DataError(
+                    f"the batch sampler ({type(self._sampler).__name__}) has not ended after {listed} samples, and the batches "
+                    "of an epoch are listed before its first step; give one that ends"
+                )
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= sum(map(len, self._of(epoch)))

@@ -30,7 +30,7 @@ def derive(*words: int | str) -> int:
 @takes(seed=FROM_ZERO)
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, the same on every rank."""
-    random.seed(seed)
+    random.seed(seed := int(seed))
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 

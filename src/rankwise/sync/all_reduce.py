@@ -115,6 +115,8 @@ class AllReduce:
         give_own_elements(model)
         if clip_norm is not None and math.isnan(clip_norm):
             raise ConfigError("clip_norm=nan has no effect; give a number, or None to clip nothing")
+        if not 0 < typical_count < math.inf:
+            raise ConfigError(f"typical_count={typical_count}: give about the number of samples (or tokens) of a step")
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
         self._nominal = 2.0 ** round(math.log2(typical_count))
         self._loss_scale = loss_scale

@@ -119,7 +119,7 @@ class CheckReplicas:
         held = self._sync.held
         found: dict[str, Any] = {}
         for number, group in enumerate(state.optimizer.param_groups):
-            found[f"the learning rate of group {number}"] = group["lr"]
+            found[f"the learning rate of group {number}"] = group.get("lr")
         if held.parameters == "same":
             found |= named_parameters(state.model, state.optimizer)
         if held.buffers == "same":

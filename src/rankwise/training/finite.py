@@ -19,11 +19,12 @@ from rankwise.training.state import TrainState
 def check_rates(state: TrainState) -> None:
     """An action. Raises StepError for a learning rate that is nan or inf."""
     for number, group in enumerate(state.optimizer.param_groups):
+        rate = group.get("lr", 0.0)
         # Not for a tensor: if it is on a GPU, the CPU would wait for the GPU.
-        if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):
+        if not isinstance(rate, torch.Tensor) and not math.isfinite(rate):
             where = f" of group {number}" if len(state.optimizer.param_groups) > 1 else ""
             raise StepError(
-                f"the learning rate{where} is {float(group['lr'])} after step {state.step}; check the scheduler, or how "
+                f"the learning rate{where} is {float(rate)} after step {state.step}; check the scheduler, or how "
                 "the script computes it"
             )
 

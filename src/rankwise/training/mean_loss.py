@@ -17,7 +17,7 @@ from torch import nn
 from rankwise.dist import comm, log
 from rankwise.dist.device import each_tensor, tensors_in, with_values
 from rankwise.errors import StepError
-from rankwise.training.model import buffers_kept, is_synced, unmoved
+from rankwise.training.model import buffers_kept, is_synced, numbers_kept, unmoved
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
@@ -35,7 +35,7 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
         return
     found = []
     try:
-        with unmoved(model), buffers_kept(model), torch.no_grad():
+        with unmoved(model), buffers_kept(model), numbers_kept(model), torch.no_grad():
             for part in parts:
                 total, count = forward(model, part)
                 found.append((float(total), float(count)))
@@ -79,11 +79,11 @@ def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tupl
 
 
 def halves(batch: Any) -> list[Any]:
-    """Two halves; empty if a batch has fewer than two samples, or no tensor with one row per sample."""
-    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim() > 0]
-    if not sizes or sizes[0] < 2:
+    """Two halves; empty if a batch has fewer than two samples, no tensor with one row per sample, or other tensors too: which
+    rows belong to which sample is not known then."""
+    sizes = {len(tensor) for tensor in tensors_in(batch) if tensor.dim() > 0}
+    if len(sizes) != 1 or (n := sizes.pop()) < 2:
         return []
-    n = sizes[0]
     return [_cut(batch, n, slice(None, n // 2)), _cut(batch, n, slice(n // 2, None))]
 
 

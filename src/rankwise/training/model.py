@@ -130,6 +130,18 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def numbers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the numbers, texts and flags that are attributes of a module (for example a count of its calls) afterwards."""
+    kinds = (bool, int, float, str)
+    kept = [(vars(module), {k: v for k, v in vars(module).items() if type(v) in kinds}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values in kept:
+            attributes.update(values)
+
+
+@contextlib.contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
     """Restore the mode of each module and the random streams afterwards."""
     modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()

@@ -69,9 +69,12 @@ def scale_lr(optimizer: Optimizer, rule: str, scheduler: Any = None) -> None:
     """
     if optimizer in _scaled:
         raise ConfigError(f"scale_lr was called before for this optimizer ({_scaled[optimizer].rule}); call it only once")
+    rates = [_rate_of(group) for group in optimizer.param_groups]
+    if None in rates:
+        raise ConfigError(f"scale_lr: {type(optimizer).__name__} has no learning rate; remove scale_lr")
     ranks = comm.world().world_size
     factor = float(ranks) if rule == "linear" else math.sqrt(ranks)
-    _scaled[optimizer] = Scaled(rule, factor, tuple(_rate_of(group) for group in optimizer.param_groups))
+    _scaled[optimizer] = Scaled(rule, factor, tuple(rate for rate in rates if rate is not None))
     _multiply(optimizer, scheduler, factor)
 
 
@@ -90,9 +93,10 @@ def check_scaled(optimizer: Optimizer, fixed_batch: int | None) -> None:
         )
 
 
-def _rate_of(group: dict[str, Any]) -> float:
-    """The rate that the script has set: a scheduler may have changed lr since."""
-    return float(group.get("initial_lr", group["lr"]))
+def _rate_of(group: dict[str, Any]) -> float | None:
+    """The rate that the script has set: a scheduler may have changed lr since. None for an optimizer that has none."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return float(rate) if rate is not None else None
 
 
 def fuse(optimizer: Optimizer) -> None:
