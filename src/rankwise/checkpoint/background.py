@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device})
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device})
+"""Types whose values never change, and that a checkpoint can hold."""
 
 
 # --- the thread
@@ -112,7 +113,7 @@ class _Copying:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)

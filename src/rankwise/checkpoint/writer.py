@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.serialization import config
 
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.background import ATOMS
 from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
@@ -228,14 +228,11 @@ def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     return states
 
 
-_LOADABLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
-
-
 def check_loadable(state: Any, path: str) -> None:
     """Raises ConfigError for a value that torch.load(weights_only=True) would refuse, with its path. Numbers of numpy pass:
     they are saved as plain ones."""
     kind = type(state)
-    if kind in _LOADABLE or isinstance(state, torch.Tensor | np.generic):
+    if kind in ATOMS or isinstance(state, torch.Tensor | np.generic):
         return
     if isinstance(state, dict | list | tuple):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
