@@ -354,6 +354,10 @@ def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str],
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     if bug == "forgets":
         model.append(_Forgetful())
+    if bug == "weight norm":
+        model[0] = nn.utils.weight_norm(model[0])
+    if bug == "compiled":
+        model = torch.compile(model)  # type: ignore[assignment]
     if bug == "other strides":
         flat._view = lambda piece, parameter: piece.data.view_as(parameter)
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
@@ -400,7 +404,9 @@ def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str],
     return failed, same and rankwise.selftest(trainer) == (not failed)
 
 
-@pytest.mark.parametrize(("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside")])
+@pytest.mark.parametrize(
+    ("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside"), (1, "weight norm"), (1, "compiled")]
+)
 def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int, honest: str) -> None:
     assert on_ranks(ranks, _asked_on_a_rank, honest) == [([], True)] * ranks
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from rankwise.checks.determinism import Draws
 from rankwise.checks.difference import Difference
 from rankwise.checks.finding import FAILED, OK, OPEN, Finding, as_text, combined, passed
 from rankwise.checks.gradients import ROUNDINGS, Gradients
-from rankwise.checks.twin import Twin
+from rankwise.checks.twin import Twin, computed
 from rankwise.data import Loader
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import tensors_in
@@ -70,18 +71,30 @@ def findings_of(trainer: Trainer) -> list[Finding]:
     """Collective. The findings of `selftest`, the same on all ranks. Takes a few steps with copies of model and optimizer."""
     streams = seed.rng_state()
     try:
-        findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
-        if trainer.loader.is_split:
-            why = "each rank reads its own stream, so another number of ranks has other batches"
-            findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
-        else:
-            findings += [_samples(trainer), _gradients(trainer)]
-        findings += [_random(trainer), *_resume_and_steps(trainer)]
-        if trainer.evaluate is not None:
-            findings.append(_evaluation(trainer, trainer.evaluate))
-        return findings
+        with _not_compiled():
+            return _found(trainer)
     finally:
         seed.set_rng_state(streams)
+
+
+def _not_compiled() -> contextlib.AbstractContextManager[Any]:
+    """The checks look into each layer, which torch.compile cannot follow."""
+    if "torch._dynamo" not in sys.modules:  # its import takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def _found(trainer: Trainer) -> list[Finding]:
+    findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
+    if trainer.loader.is_split:
+        why = "each rank reads its own stream, so another number of ranks has other batches"
+        findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
+    else:
+        findings += [_samples(trainer), _gradients(trainer)]
+    findings += [_random(trainer), *_resume_and_steps(trainer)]
+    if trainer.evaluate is not None:
+        findings.append(_evaluation(trainer, trainer.evaluate))
+    return findings
 
 
 def layout(ranks: int, accumulate: int) -> str:
@@ -374,7 +387,7 @@ def _folder() -> Iterator[Path]:
 
 def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     """Evaluate the first batches and the last one, and compare with the same on a single rank in other micro-batches."""
-    model = copy.deepcopy(trainer.state.model)
+    model = copy.deepcopy(trainer.state.model, computed(trainer.state.model))
     given = evaluate.loader
     if given.is_split:
         return Finding("evaluation", OPEN, "each rank reads its own stream")

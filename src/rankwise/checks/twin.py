@@ -17,6 +17,13 @@ from rankwise.training.model import begin_training
 from rankwise.training.optimizer import named_parameters, outside
 
 
+def computed(model: nn.Module) -> dict[int, Any]:
+    """A memo for copy.deepcopy: attributes of modules that are computed from parameters (`torch.nn.utils.weight_norm`), and
+    that torch does not copy, as plain values. Each forward pass computes them again."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
+
+
 class Twin:
     """`others`: objects that refer to the optimizer, such as its scheduler.
 
@@ -26,7 +33,7 @@ class Twin:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *others: Any) -> None:
         self._outside = list(outside(model, optimizer).values())
-        memo: dict[int, Any] = {id(p): p for p in self._outside}
+        memo: dict[int, Any] = {id(p): p for p in self._outside} | computed(model)
         self.model: nn.Module = copy.deepcopy(model, memo)
         self.optimizer: Optimizer = copy.deepcopy(optimizer, memo)
         self.others: list[Any] = [copy.deepcopy(each, memo) for each in others]
