@@ -497,6 +497,26 @@ def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "pkg.train").is_dir()
 
 
+@pytest.mark.parametrize(("first", "said"), [("1 / 0", "raised ZeroDivisionError"), ("raise SystemExit(3)", "exit status 3")])
+def test_a_package_that_fails_is_imported_and_told_by_the_ranks(rankwise, tmp_path: Path, first: str, said: str) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text(first)
+    (tmp_path / "pkg" / "train.py").write_text("")
+    done = rankwise("run", "--nproc", "1", "-m", "pkg.train")
+    assert done.returncode == {"1 / 0": 1}.get(first, 3)
+    assert said in done.stderr
+    assert "click" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", [("run", "x.py"), ("status",), ("logs", "x"), ("checkpoint", "ls")])
+def test_a_folder_that_was_removed_is_one_line(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    (tmp_path / "gone").mkdir()
+    words = [sys.executable, "-m", "rankwise", *verb]
+    code = f"import os, shutil; shutil.rmtree(os.getcwd()); os.execv({words[0]!r}, {words})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "rankwise: the folder that you are in was removed; change to another one\n")
+
+
 def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(rankwise, tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text("def _where(error):\n    return 'elsewhere'\n\n\nraise ValueError('no data')\n")
     done = rankwise("run", "--nproc", "1", "-m", "named")

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -459,6 +460,17 @@ def test_a_stop_while_torch_is_being_imported_ends_the_run_at_once(launch) -> No
     assert run.wait() == 130
 
 
+def test_a_run_that_nohup_has_started_goes_on_when_the_terminal_closes(launch, tmp_path: Path) -> None:
+    wait = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('went on')"
+    run = launch(wait, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    for pid in (*run.pids(), run.agent(), run.process.pid):
+        processes.send(pid, signal.SIGHUP)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert run.wait() == 0
+    assert run.run.log(1).read_text() == "went on\n"
+
+
 def test_the_run_directory_of_a_live_run_is_refused_with_who_holds_it(launch, rankwise, tmp_path: Path) -> None:
     run = launch("import time; time.sleep(600)")
     run.pids()
@@ -598,6 +610,11 @@ def test_a_run_belongs_to_one_script_and_other_arguments_are_said(launch, rankwi
     assert refused.returncode == 2
     assert "the run in runs/script belongs to " in refused.stderr
     assert "--name NAME" in refused.stderr
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "script.py").write_text("print('other')")
+    refused = rankwise("run", "--nproc", "1", "two/script.py")
+    assert refused.returncode == 2
+    assert re.search(r"belongs to \S*script.py, and this is two/script.py; give this run another name", refused.stderr)
     again = launch("print('first')", "--lr", "0.01")
     assert again.wait() == 0
     assert "--lr 0.1`, now as `" in again.output()

@@ -115,7 +115,7 @@ def _guarded(body: Callable[[int], int]) -> int:
         os.close(writer)
         return body(reader)
     os.close(reader)
-    for signum in STOP_SIGNALS:
+    for signum in processes.stop_signals():
         signal.signal(signum, lambda number, _: _pass_on(writer, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])

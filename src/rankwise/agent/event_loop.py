@@ -17,7 +17,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from rankwise.host.processes import STOP_SIGNALS
+from rankwise.host.processes import STOP_SIGNALS, stop_signals
 
 
 class EventLoop:
@@ -45,7 +45,7 @@ class EventLoop:
         for end in (self._wakeup, self._wakeup_writer):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        for signum in STOP_SIGNALS:
+        for signum in stop_signals():
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them until now

@@ -19,6 +19,12 @@ from pathlib import Path
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """For a launcher or an agent each of them is a request to stop the run. A rank handles fewer (stop/signal.py)."""
 
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those to handle. After `nohup` SIGHUP is ignored, and stays ignored: the run goes on when the terminal closes."""
+    return tuple(s for s in STOP_SIGNALS if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
+
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -7,6 +7,7 @@ def main() -> None: ...
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -43,6 +44,7 @@ class Group(click.Group):
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
         words = list(args)  # click empties `args`
         with _printed():
+            _refuse_no_folder()
             try:
                 return super().make_context(info_name, args, *more, **extra)
             except click.NoSuchOption as error:
@@ -68,6 +70,13 @@ class Group(click.Group):
             path = ctx.command_path.split()[1:]
             raise ConfigError(f"there is no command {' '.join((*path, args[0]))}; {_meant(args[0], self.commands, path)}")
         return super().resolve_command(ctx, args)
+
+
+def _refuse_no_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the folder that you are in was removed; change to another one") from None
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def follow(started: Started, run: RunDir) -> int:
     processes.become_subreaper()
     words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
     agent = os.posix_spawn(words[0], words, os.environ, setsid=True)
-    for signum in processes.STOP_SIGNALS:
+    for signum in processes.stop_signals():
         signal.signal(signum, lambda number, _: processes.send(agent, number))
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()

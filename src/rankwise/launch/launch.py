@@ -304,7 +304,7 @@ class _Forward:
         self._early: list[int] = []
         self.interrupted = False
         self.asked = False
-        for signum in processes.STOP_SIGNALS:
+        for signum in processes.stop_signals():
             signal.signal(signum, self._on_signal)
 
     def to(self, child: int) -> int:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rankwise.dist import private_names
@@ -111,9 +112,7 @@ def _examine_module(program: Program) -> Program:
     name = program.argv[1]
     sys.path.insert(0, os.getcwd())
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
+        spec = _spec_of(name)
     finally:
         sys.path.pop(0)
     if spec is None:
@@ -128,6 +127,20 @@ def _examine_module(program: Program) -> Program:
         origin = spec.origin
     facts = examine(origin) if origin is not None and origin.endswith(".py") else ScriptFacts(None)
     return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls)
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Like importlib.util.find_spec, but imports no package: that may take long, or fail, which is for the ranks to report."""
+    top, *inner = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for depth, _ in enumerate(inner, start=2):
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            spec = PathFinder.find_spec(".".join([top, *inner][:depth]), spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return None
+    return spec
 
 
 def _has_torch() -> bool:

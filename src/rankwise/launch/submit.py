@@ -77,7 +77,9 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
         return
     before, now = attempts[-1].argv, program.argv
     caller = program.caller
-    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and caller.identity(before) != caller.identity(now)):
+    of_other_name = Path(before[0]).name != Path(now[0]).name
+    of_other_module = now[0] == "-m" and caller.identity(before) != caller.identity(now)
+    if of_other_name or of_other_module or _are_two_files(before[0], now[0]):
         raise ConfigError(
             f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
             f"this run another name with {caller.name_option}, or move the older run aside with {caller.fresh_option}"
@@ -88,6 +90,15 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
             f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`"
             f"{resumes}. To start a new run: --name NAME or --fresh"
         )
+
+
+def _are_two_files(before: str, now: str) -> bool:
+    """Whether these scripts are two files of one name in two folders. False if the earlier one is not there any more, or was
+    typed in another folder."""
+    try:
+        return before != now and not Path(before).samefile(now)
+    except OSError:
+        return False
 
 
 def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
