@@ -118,6 +118,35 @@ def test_each_rank_returns_in_the_order_of_the_ranks_and_what_they_print_is_show
     assert not run.function.exists()  # no pickle is left
 
 
+def waits_for(mark: str) -> int:
+    while not Path(mark).exists():
+        time.sleep(0.01)
+    return 5
+
+
+def test_each_call_of_a_name_has_its_own_results_also_if_they_are_asked_for_late(tmp_path: Path) -> None:
+    runs = []
+    for factor in (1, 2):
+        runs.append(rankwise.run_function(times_rank, (factor,), nproc=2, wait=False))
+        wait_for(runs[-1].done, "the end")
+    assert [run.result() for run in runs] == [[0, 1], [0, 2]]
+    first = rankwise.run_function(waits_for, (str(tmp_path / "go"),), nproc=1, wait=False)
+    wait_for(lambda: RunDir(first.run_dir).world.exists(), "the first")
+    with pytest.raises(rankwise.errors.RunDirError, match="is still running"):
+        rankwise.run_function(waits_for, ("never",), nproc=1)
+    (tmp_path / "go").touch()
+    assert first.result() == [5]
+
+
+def test_results_that_a_call_of_another_process_has_replaced_are_not_taken_for_ones_own() -> None:
+    run = rankwise.run_function(times_rank, (1,), nproc=1, wait=False)
+    wait_for(run.done, "the end")
+    RunDir(run.run_dir).call.write_bytes(b"of another")
+    with pytest.raises(FunctionError, match=r"^the results of .*times_rank were replaced by those of a later call"):
+        run.result()
+    assert RunDir(run.run_dir).call.exists()  # the other process will read its own
+
+
 def test_what_travels_is_for_this_user_alone() -> None:
     assert rankwise.run_function(modes_of_its_files, nproc=1) == [[0o700, 0o600]]
 

@@ -7,6 +7,7 @@ open: when the caller exits for any reason, the run is asked to stop. It writes 
 "message": text}.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,7 +43,8 @@ def main() -> int:
         reply = {"status": status}
     except RankwiseError as error:
         reply = {"error": type(error).__name__, "message": str(error)}
-    os.write(replying, json.dumps(reply).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the caller is gone
+        os.write(replying, json.dumps(reply).encode() + b"\n")
     return status
 
 

@@ -20,6 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
+
+from xxhash import xxh3_128_digest
 
 from rankwise import errors, schedulers
 from rankwise.dist import private_names
@@ -118,6 +121,10 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
     return RunConfig.of(options, *site_settings(os.environ, options), own, found)
 
 
+_unread: WeakValueDictionary[Path, FunctionRun] = WeakValueDictionary()
+"""The last call of this process in each run directory."""
+
+
 class FunctionRun:
     """A run of a function; it may wait in a queue.
 
@@ -126,13 +133,18 @@ class FunctionRun:
 
     def __init__(self, config: RunConfig, call: bytes, name: str) -> None:
         self._run = RunDir(config.path(name))
-        self._name = name
+        self._name, self._call = name, xxh3_128_digest(call)
+        before = _unread.get(self._run.path)
+        if before is not None and before.done():
+            before._read()  # this call will replace its results
         self._began = time.time()
         self._attempts = len(self._run.attempts()) if not config.fresh else 0
         self._reply: dict[str, Any] | None = None
         self._end: JobEnd | None = None
         self._outcome: tuple[list[Any] | None, BaseException | None] | None = None
         self._process, self._lifeline, self._replies = _start(config, call)
+        if before is None or before._outcome is not None:  # otherwise this call will be refused
+            _unread[self._run.path] = self
         self._pumps = [
             threading.Thread(target=_pump, args=(source, sink), daemon=True)
             for source, sink in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
@@ -158,6 +170,14 @@ class FunctionRun:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self._name} did not finish within {timeout_s:g} s; its logs are in {self._run.logs}")
             time.sleep(_TICK_S)
+        results, raised = self._read()
+        if raised is not None:
+            raise raised.with_traceback(None)  # the note has the traceback that matters
+        assert results is not None
+        return results
+
+    def _read(self) -> tuple[list[Any] | None, BaseException | None]:
+        """The results, or what to raise. Removes the files of this call, if they are its own."""
         if self._outcome is None:
             for pump in self._pumps:
                 pump.join(_LAST_OUTPUT_S)
@@ -165,12 +185,18 @@ class FunctionRun:
                 self._outcome = (self._results(), None)
             except (Exception, Stopped) as error:
                 self._outcome = (None, error)
-            shutil.rmtree(self._run.function, ignore_errors=True)
-        results, raised = self._outcome
-        if raised is not None:
-            raise raised.with_traceback(None)  # the note has the traceback that matters
-        assert results is not None
-        return results
+            if self._is_ours():
+                shutil.rmtree(self._run.function, ignore_errors=True)
+        return self._outcome
+
+    def _is_ours(self) -> bool:
+        """Whether the files are of this call: it may have been refused, or another process may have made one of that name."""
+        if self._reply is None or "error" in self._reply:
+            return False
+        try:
+            return xxh3_128_digest(self._run.call.read_bytes()) == self._call
+        except OSError:
+            return False
 
     def status(self) -> str:
         """The state of the run now, as `rankwise status` prints it."""
@@ -228,6 +254,11 @@ class FunctionRun:
         if attempt is None:
             raise FunctionError(f"{self._name} never started; {self._told()}")
         code = attempt.status
+        if self._run.call.exists() and not self._is_ours():
+            raise FunctionError(
+                f"the results of {self._name} were replaced by those of a later call in another process; give each call a name "
+                'of its own (name="NAME")'
+            )
         if code == 0:
             return [calls.understand(self._run.result(rank), rank) for rank in range(attempt.ranks)]
         failure = self._run.read_failure()
