@@ -42,7 +42,7 @@ class LogFollower:
         """Where in the log an exception begins; the rank records this before it prints the traceback."""
         try:
             return int(json.loads(self._exception.read_text())["log_bytes"])
-        except FileNotFoundError:
+        except (OSError, ValueError):  # it has raised nothing, or a file server does not answer: its output is still shown
             return 1 << 62
 
     def _lines(self, data: bytes) -> bytes:

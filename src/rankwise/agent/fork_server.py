@@ -218,6 +218,8 @@ def _become_rank(spec, agent):
     _wait_for_go(*spec["go_mark"])
     sys.meta_path.insert(0, collective_notes.AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))
     gc.enable()
+    if "numpy" in sys.modules and spec["threads"]:
+        _set_threads_of_blas(spec["threads"])
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])
         sys.modules["torch"].default_generator.seed()
@@ -227,6 +229,26 @@ def _become_rank(spec, agent):
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)
         process.ORIGINAL_DIR = os.getcwd()
+
+
+_BLAS = re.compile(r"openblas|mkl_rt|blis")
+_SET_THREADS = (
+    "scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads", "MKL_Set_Num_Threads", "bli_thread_set_num_threads",
+)  # fmt: skip
+
+
+def _set_threads_of_blas(threads):
+    """numpy's library for matrices has taken its number of threads from the environment of the warm process."""
+    with contextlib.suppress(OSError, ImportError), open("/proc/self/maps") as maps:
+        import ctypes
+
+        for path in {line.split(maxsplit=5)[-1].rstrip() for line in maps if _BLAS.search(line)}:
+            library = ctypes.CDLL(path)
+            for name in _SET_THREADS:
+                if (function := getattr(library, name, None)) is not None:
+                    function(threads)
+                    break
 
 
 def _note_answers(mark, package):
@@ -253,7 +275,7 @@ def _wait_for_go(page, offset):
 def _run(command, spec, distributed):
     """Run the script as Python would, leave a record if it raises, and end this process as Python would."""
     _let_interrupts_in()
-    interrupted, status = False, 0
+    interrupted, status, rank = False, 0, os.getpid()
     try:
         if command[0] == "-m":
             # runpy runs the module in `__main__`, which is this file: the module would overwrite the names that we need.
@@ -267,6 +289,9 @@ def _run(command, spec, distributed):
         exception_record.print_exception(error, exception_record.as_text(error), brief=False)
         interrupted = True
     except BaseException as error:
+        if os.getpid() != rank:  # a process that the script has forked: its exception is not the rank's
+            exception_record.print_exception(error, exception_record.as_text(error), brief=False)
+            os._exit(1)
         try:
             status = exception_record.leave(error, spec)
         except BaseException as later:  # from a signal handler of the script, which may run before leave() holds signals

@@ -8,6 +8,7 @@ agent/fork_server.py loads this file by its path, in the script's own interprete
 import builtins
 import importlib.machinery
 import io
+import os
 import sys
 import types
 from typing import Any
@@ -16,7 +17,9 @@ __tracebackhide__ = True  # agent/exception_record.py removes the frames of this
 
 
 def run(path: str) -> None:
-    """Raises what the script raises."""
+    """Raises what the script raises. Like Python, `__file__` and tracebacks have the whole path: the script may change its
+    folder."""
+    path = os.path.abspath(path)
     module: Any = types.ModuleType("__main__")
     module.__file__ = path
     module.__builtins__ = builtins
