@@ -238,3 +238,16 @@ def test_a_link_over_pipes_is_as_one_over_a_connection() -> None:
     wait_for(lambda: [one.receive()] and one.closed, "the end of the pipe")
     for fd in (here, there, here_out):
         os.close(fd)
+
+
+def test_what_a_shell_prints_before_the_first_message_is_passed_over() -> None:
+    """ssh starts the user's shell, and many a ~/.bashrc prints something."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours.fileno(), ours.fileno(), [ours], after=b'{"hello":')
+    found: list[object] = []
+    for sent in (b"Welcome to node1!\n{}\nno line ", b'end {"hello": {"index"', b': 1}}\n{"say": "a"}\n', b"Welcome\n"):
+        theirs.sendall(sent)
+        found += link.receive()
+    assert found == [{"hello": {"index": 1}}, {"say": "a"}]
+    assert link.closed == "its message cannot be read: Welcome"
+    theirs.close()

@@ -187,7 +187,7 @@ class Nodes:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
         assert process.stdin is not None
         assert process.stdout is not None
-        link = Link(process.stdout.fileno(), process.stdin.fileno())
+        link = Link(process.stdout.fileno(), process.stdin.fileno(), after=b'{"hello":')
         if self.own is not None:
             self.own.kept.add(process.pid)
         link.send(self._greeting(index, host))

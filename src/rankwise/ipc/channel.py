@@ -40,12 +40,14 @@ Message = dict[str, Any]
 
 
 class Link:
-    """One end of a connection. `closed`: why the other end is gone; None while it is there."""
+    """One end of a connection. `closed`: why the other end is gone; None while it is there. `after`: the beginning of the first
+    message; what comes before it is passed over, as a shell that ssh starts may print something (an `echo` in ~/.bashrc)."""
 
-    def __init__(self, reader: int, writer: int, own: Sequence[socket.socket] = ()) -> None:
+    def __init__(self, reader: int, writer: int, own: Sequence[socket.socket] = (), after: bytes = b"") -> None:
         self._reader = reader
         self._writer = writer
         self._own = own  # kept alive: these sockets own the descriptors
+        self._after = after
         self._inbox = b""
         self._unread: list[Message] = []
         self._outbox = b""
@@ -122,6 +124,10 @@ class Link:
             self.close("its message is too long")
         messages, self._unread = self._unread, []
         for line in lines:
+            if self._after:
+                if (begin := line.find(self._after)) < 0:
+                    continue
+                line, self._after = line[begin:], b""
             try:
                 message = json.loads(line)
             except ValueError:
