@@ -41,11 +41,11 @@ def step(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(x.cpu()), y.cpu(), reduction="sum"), len(y)
 
 
-def trained(folder: Path, device: str | None, **of_loader: Any) -> dict[str, list[float]]:
+def trained(folder: Path, device: str | None, names: tuple[str, ...], **of_loader: Any) -> dict[str, list[float]]:
     """The weights, by strategy: of runs that are stopped after 6 of 9 steps, and resumed."""
     found = {}
     data = Still() if "prefetch_factor" in of_loader else Samples()
-    for name, strategy in STRATEGIES.items():
+    for name in names:
         for steps in (6, 9):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
@@ -55,7 +55,7 @@ def trained(folder: Path, device: str | None, **of_loader: Any) -> dict[str, lis
                     rankwise.Trainer(
                         model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), step,
                         rankwise.Loader(data, global_batch_size=8, device="cpu", **of_loader), max_steps=steps,
-                        sync=strategy(), run_dir=folder / name, evaluate=Samples(),
+                        sync=STRATEGIES[name](), run_dir=folder / name, evaluate=Samples(),
                         checkpoints=rankwise.Checkpoints(every_steps=2),
                     ).fit()  # fmt: skip
                 meters = rankwise.Meters("mine")
@@ -68,7 +68,10 @@ def trained(folder: Path, device: str | None, **of_loader: Any) -> dict[str, lis
     return found
 
 
-@pytest.mark.parametrize("of_loader", [{}, {"num_workers": 1}, {"prefetch_factor": 2}], ids=["here", "worker", "thread"])
-def test_a_default_device_changes_nothing_of_a_training(of_loader: dict[str, int], tmp_path: Path) -> None:
-    plain = on_ranks(2, trained, tmp_path / "plain", None, **of_loader)
-    assert on_ranks(2, trained, tmp_path / "meta", "meta", **of_loader) == plain
+@pytest.mark.parametrize(
+    ("names", "of_loader"), [(tuple(STRATEGIES), {}), (("exact",), {"num_workers": 1}), (("exact",), {"prefetch_factor": 2})],
+    ids=["here", "worker", "thread"],
+)  # fmt: skip
+def test_a_default_device_changes_nothing_of_a_training(names: Any, of_loader: dict[str, int], tmp_path: Path) -> None:
+    plain = on_ranks(2, trained, tmp_path / "plain", None, names, **of_loader)
+    assert on_ranks(2, trained, tmp_path / "meta", "meta", names, **of_loader) == plain

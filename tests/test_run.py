@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +114,70 @@ def test_the_exit_status_is_that_of_the_rank_that_is_the_cause(launch, death: st
     run = launch(f"import os, resource, signal, sys, time\nif os.environ['RANK'] == '1': {death}\ntime.sleep(600)")
     assert run.wait() == status
     assert said in run.output()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_path_of_the_script_stays_right_when_it_changes_its_folder(launch, tmp_path: Path, method: str) -> None:
+    (tmp_path / "out").mkdir()
+    lines = ["import inspect, os", "os.chdir('out')", "print(__file__, inspect.getsource(inspect.currentframe())[:6])", "1 / 0"]
+    run = launch("\n".join(lines), options=("--nproc", "1", "--start-method", method))
+    assert run.wait() == 1
+    assert run.run.log(0).read_text().splitlines()[0] == f"{tmp_path / 'script.py'} import"
+    assert "    1 / 0\n" in run.output()
+    assert "rank 0 raised ZeroDivisionError: division by zero (script.py:4)" in run.output()
+
+
+def test_what_a_process_raises_that_the_script_has_forked_is_not_the_ranks(launch) -> None:
+    lines = [
+        "import os, sys", "if (child := os.fork()) == 0: raise ValueError('of the child')",
+        "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))", "sys.exit(3)",
+    ]  # fmt: skip
+    run = launch("\n".join(lines), options=("--nproc", "1"))
+    assert run.wait() == 3
+    assert "ValueError: of the child" in run.run.log(0).read_text()
+    assert "child 1\n" in run.output()
+    assert "rank 0 exited with status 3" in run.output()
+    assert "raised" not in run.output()
+
+
+BLAS = """
+import ctypes, numpy, re, torch
+[path] = {line.split()[-1] for line in open("/proc/self/maps") if re.search("openblas", line)}
+print("threads", ctypes.CDLL(path).scipy_openblas_get_num_threads64_(), torch.get_num_threads())
+"""
+
+
+def test_numpy_has_as_many_threads_as_the_first_line_says_also_in_a_forked_rank(launch) -> None:
+    run = launch(BLAS, options=(*FORKED[:1], "1", *FORKED[2:]), env={**os.environ, "OMP_NUM_THREADS": "3"})
+    assert run.wait() == 0
+    assert ", 3 threads each" in run.output() or ", 3 threads" in run.output()
+    assert run.run.log(0).read_text() == "threads 3 3\n"
+
+
+def test_another_node_says_where_the_reason_is(launch, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    source = "import os, time\nif os.environ['RANK'] == '0' and not os.path.exists('wait'): os._exit(9)\ntime.sleep(600)"
+    for killed in (False, True):
+        if killed:
+            (tmp_path / "wait").touch()
+            shutil.rmtree(tmp_path / "runs")
+        words = ("--nproc", "1", "--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+        first = launch(source, options=(*words, "0"))
+        command = [sys.executable, "-m", "rankwise", "run", *words, "1", "script.py"]
+        second = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if killed:
+            first.pids()
+            for pid in (first.process.pid, first.agent()):
+                processes.send(pid, signal.SIGKILL)
+        try:
+            said = second.communicate(timeout=DEADLINE_S)[1]
+        finally:
+            second.kill()
+        assert second.returncode == (1 if killed else 9)
+        assert f"rankwise: the run has ended with exit status {second.returncode}; the reason is in the output of the" in said
+        assert ("rankwise: the first node was lost: " in said) == killed
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_soon(launch) -> None:

@@ -98,6 +98,15 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
         ({"node_rank": 1}, r"^--node-rank 1: the number of nodes is missing; add --nodes N, on each node$"),
         ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: with --nodes 2 it must be between 0 and 1$"),
         ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
+        (
+            {"on": "manual", "nodes": "2", "master_addr": "a"},
+            r"^--on manual: --node-rank K is missing, the number of this node; ",
+        ),
+        ({"hosts": ""}, r"^-H '' is empty; give a value, or leave it out$"),
+        (
+            {"nodes": "2", "node_rank": 0, "master_addr": "a:29501"},
+            r"^--master-addr a:29501: give the host alone, and the port: --master-addr a --master-port 29501$",
+        ),
         ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(--on\) has no option --gpus; local"),
         (
             {"on": "slurm", "slots": 8},

@@ -345,3 +345,9 @@ def test_a_script_that_needs_nccl_where_it_cannot_be_is_refused_before_anything_
     assert 'write init_process_group("gloo") there' in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_expression_of_hundreds_of_parts_is_not_examined(tmp_path: Path) -> None:
+    for number in (250, 5000):  # Python runs the first one
+        (tmp_path / "deep.py").write_text("x = []" + ".copy()" * number + "\n")
+        assert examine(str(tmp_path / "deep.py")).pitfalls == ()

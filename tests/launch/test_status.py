@@ -106,6 +106,9 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(verb: str
     another = RunDir(run.path.with_name("another"))
     another.prepare(fresh=False)
     write_json(another.plan, {})
+    hidden = RunDir(run.path.with_name(".train-node-1"))  # of another node of a run that was started by hand
+    hidden.prepare(fresh=False)
+    write_json(hidden.plan, {})
     assert rankwise(verb).stderr == f"rankwise: which run? the runs here: another, train; type: rankwise {verb} RUN\n"
 
 
@@ -210,3 +213,16 @@ def test_what_comes_is_shown_until_the_run_has_ended(launch: Callable[..., Launc
         assert following.stdout.read() == "done\n"
     assert following.returncode == 0
     assert alive.wait() == 0
+
+
+def test_the_logs_of_all_ranks_are_followed_also_of_those_that_begin_later(run: RunDir) -> None:
+    lease = run.take()  # it is running
+    command = [sys.executable, "-m", "rankwise", "logs", "--all", "-f", "train"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        for rank in (0, 1):
+            run.log(rank).write_text("begun\n")
+            assert following.stdout.readline() == f"[rank {rank}] begun\n"
+        lease.release()
+        assert following.stdout.read() == ""
+    assert following.returncode == 0

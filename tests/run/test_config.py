@@ -162,7 +162,7 @@ def test_an_error_of_a_settings_file_names_its_line(text: str, message: str) -> 
         ({"slots": -1}, r"^--slots -1: "),
         ({"partition": "a\nb"}, r"^--partition 'a\\nb': give it on one line$"),
         ({"setup": ("module load x", "a\rb")}, r"^--setup 'a\\rb': give it on one line$"),
-        ({"sbatch_args": ("",)}, r"^--sbatch-arg '': give it on one line$"),
+        ({"sbatch_args": ("",)}, r"^--sbatch-arg '' is empty; give a value, or leave it out$"),
         ({"resources": ("h_rt=1\x00",)}, r"^-l 'h_rt=1\\x00': "),
         ({"wait": True, "dry_run": True}, r"^--wait and --dry-run: "),
     ],

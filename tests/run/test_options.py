@@ -45,7 +45,7 @@ def test_a_value_is_read_as_a_file_or_the_command_line_has_it(option: Option, va
         (Option("a_b", ""), ["x"], "--a-b ['x']: it must be text in quotes"),
         (Option("a_b", ""), True, "--a-b True: it must be text in quotes"),
         (Option("a_b", ""), "x\ny", "--a-b 'x\\ny': give it on one line"),
-        (Option("a_b", ""), " ", "--a-b ' ': give it on one line"),
+        (Option("a_b", ""), " ", "--a-b ' ' is empty; give a value, or leave it out"),
         (Option("a_b", "", kind=int), "3", "--a-b '3': it must be a whole number"),
         (Option("a_b", "", kind=int), True, "--a-b True: it must be a whole number"),
         (Option("a_b", "", kind=bool), "yes", "--a-b 'yes': it must be true or false"),

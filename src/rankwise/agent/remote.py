@@ -208,6 +208,8 @@ class RemoteNode:
                 for message in self._link.receive():
                     self._do(message)
                 if self._link.closed is not None:
+                    if self._status is None:
+                        print(f"rankwise: the first node was lost: {self._link.closed}", file=sys.stderr, flush=True)
                     return 1 if self._status is None else self._status
                 for link, _ in self._door.callers() if self._door is not None else ():
                     link.drain(0.1)

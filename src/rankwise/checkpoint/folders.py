@@ -82,7 +82,7 @@ def find(run: str | None) -> Path:
     """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
     only run here. Raises RunDirError if there is none."""
     if run is None:
-        found = without_moved_aside(path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints))
+        found = without_moved_aside(path for path in Path("runs").glob("[!.]*") if checkpoints_in(RunDir(path).checkpoints))
         if len(found) != 1:
             if not found:
                 raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")

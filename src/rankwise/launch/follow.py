@@ -79,7 +79,16 @@ def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
         elif not paths:
             paths = {run.log(0): "[rank 0] "}
     with contextlib.suppress(KeyboardInterrupt):
-        _show([LogTail(path, prefix) for path, prefix in paths.items()], _until_it_ended(run, job) if follow else lambda: False)
+        tails = {path: LogTail(path, prefix) for path, prefix in paths.items()}
+
+        def new() -> list[LogTail]:
+            """Ranks may begin later than this command."""
+            all_of_them = ranks is None and "" not in paths.values()
+            there = {run.log(rank): f"[rank {rank}] " for rank in _ranks(run)} if all_of_them else {}
+            tails.update({path: LogTail(path, prefix) for path, prefix in there.items() if path not in tails})
+            return list(tails.values())
+
+        _show(new, _until_it_ended(run, job) if follow else lambda: False)
 
 
 def _ranks(run: RunDir) -> list[int]:
@@ -101,12 +110,12 @@ def _until_it_ended(run: RunDir, job: Job | None) -> Callable[[], bool]:
     return goes_on
 
 
-def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
-    """Print new output until `goes_on` returns False; then print the last of it."""
+def _show(tails: Callable[[], list[LogTail]], goes_on: Callable[[], bool]) -> None:
+    """Print new output of these until `goes_on` returns False; then print the last of it."""
     terminal = Terminal(sys.stdout)
     while not terminal.closed:
         last = not goes_on()  # asked before reading: so nothing that was written before the end is missed
-        busy = list(tails)
+        busy = tails()
         while busy and not terminal.closed:
             for tail in list(busy):
                 data = tail.read()
@@ -116,7 +125,7 @@ def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
         if last:
             break
         time.sleep(_TICK_S)
-    for tail in tails:
+    for tail in tails():
         terminal.write(tail.close())
     terminal.end_line()
     if terminal.lost is not None:
@@ -143,7 +152,8 @@ class _Interval:
 def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
     """Show what the job prints until it has ended; returns its exit status. `attempts`: how many the run had before."""
     end = JobEnd(run, job)
-    _show([LogTail(run.job_log(job.id))], end.goes_on)
+    tails = [LogTail(run.job_log(job.id))]
+    _show(lambda: tails, end.goes_on)
     newest = run.attempts()[attempts:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if end.stuck:

@@ -135,6 +135,8 @@ def _run_here(
         if status == EXIT_PREEMPTED and forward.interrupted:
             status = EXIT_INTERRUPTED  # the agents got another signal than the Ctrl-C of this process
         by = f"the launcher of the agents ({choice.name})" if choice.starts_agents else "the agent"
+        if choice.node_rank > 0 and status > 0 and not forward.asked:
+            say(f"the run has ended with exit status {status}; the reason is in the output of the first node")
         return conclude(run, status, attempts, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)

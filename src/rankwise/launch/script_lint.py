@@ -52,6 +52,8 @@ def examine(script: str) -> ScriptFacts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python prints the warnings when the ranks run the script
             tree = ast.parse(source, filename=script)
+    except RecursionError:
+        return ScriptFacts(None)
     except (SyntaxError, ValueError) as error:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -62,6 +64,13 @@ def examine(script: str) -> ScriptFacts:
             else f"; for a command that is not a Python script, type: {typed('run', '--', command)}"
         )
         raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
+    try:
+        return _facts(tree, source)
+    except RecursionError:  # an expression of hundreds of parts, which Python itself can run
+        return ScriptFacts(None)
+
+
+def _facts(tree: ast.Module, source: bytes) -> ScriptFacts:
     line = _environment_write_before_torch(tree)
     return ScriptFacts(
         keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,

@@ -425,7 +425,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
 
     Raises RunDirError with the runs that exist, and what to type: `rankwise VERB RUN`.
     """
-    here = without_moved_aside(path for path in sorted(Path("runs").glob("*")) if _is_run(path))
+    here = without_moved_aside(path for path in sorted(Path("runs").glob("[!.]*")) if _is_run(path))
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if not here:

@@ -88,7 +88,9 @@ class Option:
         for text in value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ():
             if not isinstance(text, str):
                 raise ConfigError(f"{self.typed}: {text!r} is not text; put it in quotes")
-            if not text.strip() or _CONTROL.search(text.replace("\t", " ")):
+            if not text.strip():
+                raise ConfigError(f"{self.typed} {text!r} is empty; give a value, or leave it out")
+            if _CONTROL.search(text.replace("\t", " ")):
                 raise ConfigError(f"{self.typed} {text!r}: give it on one line")
         if self.check is not None and (instead := self.check(value)) is not None:
             raise ConfigError(f"{self.shown(value)}: give {instead}")

@@ -31,8 +31,17 @@ class Manual(Foreground):
 
     def check(self, job: Mapping[str, Any]) -> None:
         if "node_rank" not in job:
-            return
+            raise ConfigError(
+                f"--on {self.name}: {NODE_RANK.typed} K is missing, the number of this node; type the command on each node, "
+                f"with {NODES.typed} N, {NODE_RANK.typed} K (from 0) and {MASTER_ADDR.typed} HOST"
+            )
         rank = f"{NODE_RANK.typed} {job['node_rank']}"
+        host, _, port = str(job.get("master_addr", "")).rpartition(":")
+        if host and ":" not in host and port.isdecimal():
+            raise ConfigError(
+                f"{MASTER_ADDR.typed} {host}:{port}: give the host alone, and the port: {MASTER_ADDR.typed} {host} "
+                f"--master-port {port}"
+            )
         if "nodes" not in job:
             raise ConfigError(f"{rank}: the number of nodes is missing; add {NODES.typed} N, on each node")
         _, most = counts(job["nodes"])
