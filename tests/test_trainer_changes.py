@@ -16,7 +16,7 @@ import pytest
 import torch
 from gossip import Gossip
 from ranks import on_ranks
-from test_trainer import Flat, data, eval_fn, fit, flat, losses, make_model, step_fn, trainer
+from test_trainer import Flat, data, error_of, eval_fn, fit, flat, losses, make_model, step_fn, trainer
 from torch import nn
 from torch.nn.utils import parametrizations
 from trainers import trainer_of
@@ -631,3 +631,23 @@ def test_an_optimizer_may_have_no_learning_rate(n: int, tmp_path: Path) -> None:
         assert not re.search(r"\blr\b", said)
     with pytest.raises(ConfigError, match=r"^scale_lr: Signs has no learning rate; remove scale_lr"):
         rankwise.actions.scale_lr(Signs(nn.Linear(1, 1).parameters()), "linear")
+
+
+# --- a split that the ranks have drawn apart
+
+
+def split_apart(folder: Path) -> list[tuple[str, str]]:
+    torch.manual_seed(comm.rank())
+    apart = torch.utils.data.random_split(data(), [20, 9])
+    same = torch.utils.data.random_split(data(), [20, 9], torch.Generator().manual_seed(0))
+    parts = [(apart[0], same[1]), (same[0], apart[1]), (torch.utils.data.Subset(apart[0], range(8)), same[1]), same]
+    return [error_of(folder / str(n), train_data=a, eval_data=b, max_steps=2) for n, (a, b) in enumerate(parts)]
+
+
+def test_a_split_of_the_data_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    for *refused, accepted in on_ranks(2, split_apart, tmp_path):
+        for kind, text in refused:
+            assert kind == "ConfigError"
+            assert "the split of the data (which must be drawn with the same seed on all ranks) is '" in text
+        assert "of eval, the split" in refused[1][1]
+        assert accepted == ("", "")

@@ -35,6 +35,7 @@ from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.saving import Saving
 from rankwise.data import Loader
+from rankwise.data.kinds import traits_of_split
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
 from rankwise.dist.world import agent_row
@@ -194,6 +195,8 @@ class Trainer:
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
         given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed, **loader.traits}
         given |= {"precision": self.precision.name, "the strategy": type(self.sync).__name__}
+        for each in self._actions.evaluations:
+            given |= {f"of {each.name}, {key}": value for key, value in traits_of_split(getattr(each, "data", None)).items()}
         given |= {
             "the log's every_steps": self._actions.log.every_steps,
             "the evaluations": self._actions.schedule_of_evaluations,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from rankwise.data.order import Indices
@@ -70,6 +71,17 @@ def _batch_reader(dataset: Any) -> Read | None:
         return read if read is None or "empty" in signature(read).parameters else partial(_without_empty, read)
     read = _batch_reader(dataset.dataset)
     return partial(_part, read, _table(dataset)) if read is not None else None
+
+
+def traits_of_split(dataset: Any) -> dict[str, str]:
+    """For torch's Subset: which samples it has must be the same on all ranks. A split without a common seed has others."""
+    if type(dataset) is not Subset:
+        return {}
+    digest = xxhash.xxh3_64()
+    while type(dataset) is Subset:
+        digest.update(np.asarray(dataset.indices).astype(np.int64).tobytes())
+        dataset = dataset.dataset
+    return {"the split of the data (which must be drawn with the same seed on all ranks)": digest.hexdigest()}
 
 
 def _table(subset: Subset[Any]) -> Indices:

@@ -23,7 +23,7 @@ import torch
 from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
-from rankwise.data.kinds import hinted_length, length, promises, teller_of
+from rankwise.data.kinds import hinted_length, length, promises, teller_of, traits_of_split
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
@@ -283,7 +283,8 @@ class Loader:
         """What must be the same on all ranks, besides `sizes`, `seed` and the number of samples."""
         if self._order is None or self._batching is None:
             return {}
-        return {"shuffle": self._order.shuffle, "split": self._split, "batches": self._batching.by, **self._batching.traits()}
+        traits = {"shuffle": self._order.shuffle, "split": self._split, "batches": self._batching.by}
+        return {**traits, **traits_of_split(self._dataset), **self._batching.traits()}
 
     @property
     def is_stream(self) -> bool:
@@ -329,12 +330,11 @@ class Loader:
         if self._world.world_size > 1:
             comm.check_together("a Loader gives each rank its own part of the data")
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
-        is_elsewhere = self._device.type != "cpu"
         while not self.finished:
             began = time.perf_counter()
             for step in self._left_of_epoch():
                 micro_batches = step.micro_batches
-                if is_elsewhere:
+                if self._device.type != "cpu":
                     micro_batches = [to_device(batch, self._device) for batch in micro_batches]
                 self.taken += step.stop - self.position
                 self.position = step.stop
