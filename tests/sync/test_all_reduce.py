@@ -905,3 +905,62 @@ def test_a_backward_pass_after_the_last_is_an_error() -> None:
 def test_a_typical_count_that_no_step_can_have_is_refused(count: float) -> None:
     with pytest.raises(ConfigError, match=rf"^typical_count={count}: give about the number of samples"):
         AllReduce().attach(model := plain_model(), adamw(model), typical_count=count)
+
+
+def adversaries(overlap: bool, zeroed: bool | None) -> Any:
+    """Two networks, of which one's loss goes through the other. `zeroed`: whether gradients are cleared; None: with zeros."""
+    torch.manual_seed(0)
+    makes, judges = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (makes, judges)]
+    syncs = [AllReduce(overlap=overlap).attach(m, o) for m, o in zip((makes, judges), optimizers, strict=True)]
+    x = torch.arange(4, dtype=torch.float64).view(2, 2) + comm.rank()
+    try:
+        for _ in range(3):
+            if zeroed is not False:
+                optimizers[1].zero_grad(set_to_none=zeroed is True)
+            syncs[1].backward(judges(makes(x).detach()).square().sum(), 2, last=True)
+            syncs[1].step()
+            syncs[0].backward(judges(makes(x)).sum(), 2, last=True)
+            syncs[0].step()
+    except StepError as error:
+        return str(error)
+    return [flat_parameters(makes), flat_parameters(judges)]
+
+
+def test_a_gradient_that_the_loss_of_another_model_has_left_is_an_error_or_cleared() -> None:
+    x = torch.cat([torch.arange(4, dtype=torch.float64).view(2, 2) + rank for rank in range(2)])
+    torch.manual_seed(0)
+    makes, judges = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (makes, judges))
+    for _ in range(3):
+        second.zero_grad()
+        (judges(makes(x).detach()).square().sum() / 4).backward()
+        second.step()
+        first.zero_grad()
+        (judges(makes(x)).sum() / 4).backward()
+        first.step()
+    for n, overlap in ((1, False), (2, False), (2, True)):
+        for said in on_ranks(n, adversaries, overlap, False):
+            assert said.startswith("the parameters have gradients of another backward pass, which would be added to this step")
+    for overlap, zeroed in ((False, True), (True, True), (False, None)):
+        for ours in on_ranks(2, adversaries, overlap, zeroed):
+            assert np.allclose(ours[0], flat_parameters(makes), rtol=1e-9, atol=0)
+            assert np.allclose(ours[1], flat_parameters(judges), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("shared", ["optimizer", "model"])
+def test_a_strategy_that_is_attached_later_takes_over(shared: str) -> None:
+    model, data = plain_model(), sequences()
+    optimizer = adamw(model)
+    first = AllReduce().attach(model, optimizer)
+    total, count = loss_of(model, data[:3])
+    first.backward(total, count)
+    first.step()
+    other = nn.Sequential(model) if shared == "optimizer" else model
+    second = AllReduce().attach(other, optimizer if shared == "optimizer" else adamw(model))
+    with pytest.raises(StepError, match=r"^another strategy was attached to this model or optimizer later; use that one"):
+        first.backward(*loss_of(model, data[:3]))
+    before = flat_parameters(model)
+    second.backward(*loss_of(model, data[3:6]))
+    assert second.step().mine.stepped
+    assert not np.array_equal(flat_parameters(model), before)

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -41,6 +42,10 @@ _OVERLAP = Argument(
     "True (buckets during the backward pass), False (one message after it), or None",
 )
 _NOTHING = Memory({}, {})
+_WATCHED = 16  # in this many steps, gradients that the script leaves are noticed: it does so in each step
+_attached: WeakSet[AllReduce] = WeakSet()
+"""The strategies that a model has."""
+
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
 
@@ -88,6 +93,9 @@ class AllReduce:
         """Whether `step` is running: then it is not the user who calls the optimizer."""
         self._called = False
         """Whether `backward` was called since the last step."""
+        self._unwatched_steps = 0
+        self._replaced = False
+        """Whether another strategy was attached to the same model or optimizer later."""
         self._waited_s = 0.0
         self._sent_before = 0
 
@@ -127,6 +135,10 @@ class AllReduce:
         self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
         comm.broadcast([*self._trained.named().values(), *common_buffers(model).values()])
+        for other in list(_attached):
+            if other._trained.model is model or other._optimizer is optimizer:
+                other._end_for_another()
+        _attached.add(self)
         self._reduction = self._new_reduction()
         with contextlib.suppress(AttributeError):  # an optimizer that wraps another may have no hooks
             self._on_step = optimizer.register_step_pre_hook(self._before_step)
@@ -228,6 +240,8 @@ class AllReduce:
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
+        if not self._called and self._unwatched_steps < _WATCHED:
+            self._refuse_strays()
         if self._reduction.begun:
             raise StepError("backward() was called after the micro-batch with last=True; give last=True to the last one only")
         self._called = True
@@ -241,6 +255,15 @@ class AllReduce:
             self._check_loss(loss_sum)
             raise
 
+    def _refuse_strays(self) -> None:
+        """In the first steps. What another pass has left here would be added to this step."""
+        self._unwatched_steps += 1
+        if self._reduction.has_gradients():
+            raise StepError(
+                "the parameters have gradients of another backward pass, which would be added to this step (in a GAN, that of "
+                "the other network's loss); call optimizer.zero_grad() before sync.backward"
+            )
+
     def _forget_micro_batches(self) -> None:
         """An exception has ended a backward pass (out of memory, for example), which may have computed a part of the gradient.
         If the script continues, this rank has nothing of this step."""
@@ -248,6 +271,13 @@ class AllReduce:
             self._reduction.expect(math.nan, last=False)  # a part may have been sent: all ranks skip the step
         else:
             self._reduction.drop()
+
+    def _end_for_another(self) -> None:
+        """Another strategy takes over: each would use gradients that the other has set."""
+        _attached.discard(self)
+        self._replaced, self._seed = True, None
+        if self._on_step is not None:
+            self._on_step.remove()
 
     @staticmethod
     def _check_loss(loss_sum: torch.Tensor) -> None:
@@ -258,6 +288,11 @@ class AllReduce:
             )
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        if self._replaced:
+            raise StepError(
+                "another strategy was attached to this model or optimizer later; use that one. For two optimizers, attach a "
+                "strategy to each part of the model with the optimizer of this part, or make one object of both"
+            )
         if loss_sum.dim() != 0:
             self._check_loss(loss_sum)
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0

@@ -42,7 +42,8 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
     except Exception as error:  # a function that does not accept half a batch is not checked
         if _is_of_backward(error):
             raise StepError(
-                "step_fn calls backward(); remove the call, and return (loss sum, count): the Trainer computes the gradients"
+                "step_fn calls backward(); remove the call, and return (loss sum, count): the Trainer computes the gradients "
+                "(for those of an input, torch.autograd.grad(loss, x))"
             ) from None
     if len(found) == 3 and comm.is_main() and is_mean(*found):
         (whole, n), (first, _), (second, _) = found
