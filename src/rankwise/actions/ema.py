@@ -51,16 +51,17 @@ class EMA:
                 f"the action {self.name}: the model's parameters have changed since EMA(model) was created; create it after "
                 "the last layer is replaced"
             )
-        if any(mine.shape != b.shape for mine, b in zip(self.model.buffers(), state.model.buffers(), strict=True)):
+        if any(mine.shape != b.shape for mine, b in zip(self.model.buffers(), state.model.buffers(), strict=False)):
             self._reshape_buffers(state.model)
         self._averaged.update_parameters(state.model)
 
     def _reshape_buffers(self, model: nn.Module) -> None:
         """A table may grow with the longest sequence."""
-        for mine, module in zip(self.model.modules(), model.modules(), strict=True):
+        own = dict(self.model.named_modules())
+        for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if getattr(mine, name).shape != buffer.shape:
-                    setattr(mine, name, buffer.detach().clone())
+                if prefix in own and getattr(own[prefix], name, buffer).shape != buffer.shape:
+                    setattr(own[prefix], name, buffer.detach().clone())
 
     def state_dict(self) -> dict[str, Any]:
         return self._averaged.state_dict()

@@ -79,7 +79,10 @@ def traits_of_split(dataset: Any) -> dict[str, str]:
         return {}
     digest = xxhash.xxh3_64()
     while type(dataset) is Subset:
-        digest.update(np.asarray(dataset.indices).astype(np.int64).tobytes())
+        try:
+            digest.update(np.asarray(dataset.indices).astype(np.int64).tobytes())
+        except (TypeError, ValueError):  # of a dataset with other keys than numbers
+            digest.update(repr(list(dataset.indices)))
         dataset = dataset.dataset
     return {"the split of the data (which must be drawn with the same seed on all ranks)": digest.hexdigest()}
 
