@@ -19,6 +19,7 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
+from rankwise.sync import AllReduce
 
 
 class Replica(Box):
@@ -126,3 +127,22 @@ def test_no_part_may_be_called_as_these_files_are() -> None:
     for name in ("ranks", "ranks-0"):
         with pytest.raises(ConfigError, match="the name becomes a file"):
             Checkpoints(Path("unused")).save({name: Box(1)}, 1)
+
+
+@pytest.mark.parametrize(
+    "order", [("model", "optimizer", "sync"), ("optimizer", "sync", "model"), ("sync", "model", "optimizer")]
+)
+def test_a_strategy_is_loaded_first_wherever_it_is_among_the_parts(order: tuple[str, ...], tmp_path: Path) -> None:
+    """It adds the group that the run has added, which the state of the optimizer has."""
+
+    def parts() -> dict[str, Any]:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        optimizer = torch.optim.Adam(model[0].parameters())
+        return {"model": model, "optimizer": optimizer, "sync": AllReduce().attach(model, optimizer)}
+
+    saved, loaded = parts(), parts()
+    saved["optimizer"].add_param_group({"params": list(saved["model"][1].parameters()), "lr": 0.5})
+    saved["sync"].follow()
+    Checkpoints(tmp_path, background=False).save({name: saved[name] for name in order}, 1)
+    assert Checkpoints(tmp_path).resume({name: loaded[name] for name in order}) == 1
+    assert [group["lr"] for group in loaded["optimizer"].param_groups] == [0.001, 0.5]

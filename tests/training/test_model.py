@@ -12,10 +12,11 @@ from torch.utils.data import TensorDataset
 
 import rankwise
 from rankwise.dist import comm
+from rankwise.dist.world import World
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce, LocalSGD
 from rankwise.training.mean_loss import warn_of_means
-from rankwise.training.model import buffers_kept, check_synced, check_unwrapped, give_own_elements
+from rankwise.training.model import buffers_kept, check_synced, check_unwrapped, give_own_elements, prepare
 
 
 def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
@@ -158,3 +159,9 @@ def test_a_batch_whose_tensors_have_several_lengths_is_not_looked_at(capfd: pyte
     for batch in ((torch.tensor([3, 2, 4]), torch.randn(9, 2)), (torch.randn(4, 2), torch.randn(7, 2))):
         warn_of_means(lambda model, batch: (model(batch[1]).sum(), len(batch[1])), nn.Linear(2, 1), [batch])
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_embedding_that_changes_itself_is_named_on_several_ranks(ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    prepare(nn.Embedding(3, 2, max_norm=1.0), torch.device("cpu"), World(0, ranks, 0, ranks, 0, source="test"))
+    assert ("Embedding(max_norm=...) changes its weights in the forward pass" in capfd.readouterr().out) == (ranks == 2)

@@ -47,12 +47,12 @@ def names(manifest: Manifest) -> list[str]:
 def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
     """Collective. Inside, the parts are the same on all ranks if a part (a strategy) can average them."""
     with contextlib.ExitStack() as stack:
-        for strategy in _strategies(parts).values():
+        for strategy in strategies(parts).values():
             stack.enter_context(strategy.averaged())
         yield
 
 
-def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+def strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """The parts with a state per rank. A module of the user may have an attribute with one of these names, but not all."""
     methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
     return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
@@ -60,7 +60,7 @@ def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 
 def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """The own state of this rank, by part. Call this inside `averaged`."""
-    found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
+    found = {name: strategy.rank_state_dict() for name, strategy in strategies(parts).items()}
     for name, state in found.items():
         check_loadable(state, f"{PART}/{name}")
     return {name: make_plain(state) for name, state in found.items() if state is not None}
@@ -108,7 +108,7 @@ def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str]
     own: dict[str, Any] = {}
     written = names(manifest)
     if written and manifest.world_size != comm.world_size():
-        averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
+        averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in strategies(parts).values())
         what, begin = ("a replica", "the average") if averages else ("a state, such as running statistics,", "that of rank 0")
         log.say(
             f"the checkpoint has {what} of each of {count(manifest.world_size, 'rank')}, and this run has "
@@ -118,5 +118,5 @@ def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str]
         own = read(PART).get(str(comm.rank()), {})
     elif f"{PART}-{comm.rank()}" in written:
         own = read(f"{PART}-{comm.rank()}")
-    for name, strategy in _strategies(parts).items():
+    for name, strategy in strategies(parts).items():
         strategy.load_rank_state_dict(own.get(name))

@@ -124,8 +124,8 @@ def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify
     own = own_states.names(manifest)
     asked = {name for part in (*parts, RNG, *own) for name in sharding.files_of(manifest, part)}
     try:
-        for name, part in parts.items():
-            load_part(folder, manifest, name, part, verify)
+        for name in _order(parts):
+            load_part(folder, manifest, name, parts[name], verify)
         own_states.load(manifest, parts, lambda name: _read(folder, manifest, name, None, verify))
         for part in parts.values():
             if isinstance(part, Optimizer):
@@ -138,6 +138,14 @@ def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify
     except BaseException as problem:
         return problem
     return None
+
+
+def _order(parts: Mapping[str, Stateful]) -> list[str]:
+    """As given, but a strategy before models and optimizers: it adds the parameter groups that the run had added, for
+    example."""
+    names, strategies = list(parts), own_states.strategies(parts)
+    first = next((place for place, name in enumerate(names) if isinstance(parts[name], nn.Module | Optimizer)), len(names))
+    return sorted(names, key=lambda name: min(names.index(name), first - 0.5) if name in strategies else names.index(name))
 
 
 def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:

@@ -82,7 +82,7 @@ def traits_of_split(dataset: Any) -> dict[str, str]:
         try:
             digest.update(np.asarray(dataset.indices).astype(np.int64).tobytes())
         except (TypeError, ValueError):  # of a dataset with other keys than numbers
-            digest.update(repr(list(dataset.indices)))
+            digest.update(repr(list(dataset.indices)).encode())
         dataset = dataset.dataset
     return {"the split of the data (which must be drawn with the same seed on all ranks)": digest.hexdigest()}
 

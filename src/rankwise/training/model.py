@@ -51,12 +51,21 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
             "BatchNorm normalises over each rank's own part of a batch, so results depend on the number of ranks; on GPUs, "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the whole batch"
         )
+    if world.world_size > 1 and any(map(_limits_its_norms, model.modules())):
+        log.warn(
+            "Embedding(max_norm=...) changes its weights in the forward pass, for the samples of each rank, so the ranks will "
+            "differ; remove max_norm, and limit the norms of the weight in an action, after each step"
+        )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
             f"the model has a SyncBatchNorm, which works only on GPUs, and this rank uses {device.type}; convert it only "
             'if rankwise.local_device().type is "cuda"'
         )
     return model
+
+
+def _limits_its_norms(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def _trains_batch_norm(model: nn.Module) -> bool:
