@@ -142,7 +142,7 @@ def test_what_a_process_raises_that_the_script_has_forked_is_not_the_ranks(launc
 
 BLAS = """
 import ctypes, numpy, re, torch
-[path] = {line.split()[-1] for line in open("/proc/self/maps") if re.search("openblas", line)}
+[path] = {line.split(maxsplit=5)[-1].rstrip() for line in open("/proc/self/maps") if re.search("openblas", line)}
 print("threads", ctypes.CDLL(path).scipy_openblas_get_num_threads64_(), torch.get_num_threads())
 """
 

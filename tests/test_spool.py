@@ -16,7 +16,7 @@ import pytest
 from launched import wait_for
 from plans import plan
 
-from rankwise.run.directory import RunDir
+from rankwise.run.directory import RunDir, write_text
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 PACKAGE = Path(__file__).with_name("spool")
@@ -141,7 +141,7 @@ def test_a_job_that_its_queue_takes_back_waits_again_and_goes_on(spool: Path, ra
     words = ("--on", "spool", "--spool", "spool", "--requeue", "--nproc", "1", "--wait", "train.py")
     with subprocess.Popen([sys.executable, "-m", "rankwise", "run", *words], stdout=subprocess.PIPE, text=True) as waiting:
         wait_for(Path("begun").exists, "the training")
-        (spool / "stop" / job_of("train")).write_text("requeue\n")
+        write_text(spool / "stop" / job_of("train"), "requeue\n")  # at once: an empty file would cancel the job
         assert waiting.stdout is not None
         assert waiting.stdout.read().endswith("went on\n")
     assert waiting.returncode == 0
