@@ -115,7 +115,7 @@ def _show(tails: Callable[[], list[LogTail]], goes_on: Callable[[], bool]) -> No
     terminal = Terminal(sys.stdout)
     while not terminal.closed:
         last = not goes_on()  # asked before reading: so nothing that was written before the end is missed
-        busy = tails()
+        busy = list(tails())
         while busy and not terminal.closed:
             for tail in list(busy):
                 data = tail.read()
