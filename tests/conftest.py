@@ -20,6 +20,8 @@ _BEGAN = time.time()
 
 gc.disable()  # a collection during the imports finds nothing to free, and takes a third of their time
 
+_HAS_GPU = Path("/dev/nvidiactl").exists()
+
 _FOREIGN = (
     "RANK",
     "LOCAL_RANK",
@@ -150,7 +152,12 @@ def _configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _empty_place(tmp_path: Path, _configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_place(tmp_path: Path, _configuration: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu"):
+        if not _HAS_GPU:
+            pytest.skip("there is no GPU")
+    elif _HAS_GPU:  # these tests are written for a machine without one
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(_configuration))
     # As in an active environment, in which the command is `rankwise`.

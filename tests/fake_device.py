@@ -108,6 +108,7 @@ def on_a_fake_gpu(script: str, *words: str) -> Uses:
     uses: Uses = Counter()
     Path(script).write_text(Path(script).read_text().replace(", fused=True", ""))  # this kernel checks the types of devices
     sys.argv = [script, *words]
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it would hide this GPU too
     # The variables that torchrun sets for one rank: for a script that reads them itself.
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     with _fake_gpu(), _noting(uses):

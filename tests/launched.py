@@ -112,4 +112,4 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for run in started:
         run.end()
-    assert wait_for(lambda: not left_over(tmp_path), "nothing left in ps")
+    wait_for(lambda: not left_over(tmp_path), "nothing left in ps", lambda: "\n".join(left_over(tmp_path)))

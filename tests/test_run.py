@@ -175,6 +175,7 @@ def test_another_node_says_where_the_reason_is(launch, tmp_path: Path) -> None:
             said = second.communicate(timeout=DEADLINE_S)[1]
         finally:
             second.kill()
+        first.wait()  # the next one uses its port
         assert second.returncode == (1 if killed else 9)
         assert f"rankwise: the run has ended with exit status {second.returncode}; the reason is in the output of the" in said
         assert ("rankwise: the first node was lost: " in said) == killed

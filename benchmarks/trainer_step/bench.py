@@ -6,6 +6,7 @@
     python benchmarks/trainer_step/bench.py samples                  a class with only __getitem__
     python benchmarks/trainer_step/bench.py tensors                  a TensorDataset
     python benchmarks/trainer_step/bench.py gpt                      examples/04_gpt.py, 0.66 M parameters
+    python benchmarks/trainer_step/bench.py gpt-bf16                 on a GPU: the same with 12 layers, 85 M parameters, in bf16
     rankwise run --nproc 2 benchmarks/trainer_step/bench.py 25m      25 M parameters; 100m: 100 M
     python benchmarks/trainer_step/bench.py 25m --alone Trainer      a loop alone (plain, best), and its peak memory
 
@@ -16,6 +17,8 @@ the loop itself; the large ones are eight square layers with 16 samples, so that
 batches from two tensors by index_select, which no dataset of a class can reach. `floor` (one rank) is a bare loop of the calls
 that the Trainer's promises need: read the batch without a change of the random streams, sum the loss, look at the gradient
 before the step, clear it, keep the sum of the loss for the log.
+
+On a machine with a GPU all loops compute there: `plain` reads with pinned memory, and a turn ends when the GPU has finished.
 """
 
 import argparse
@@ -101,6 +104,7 @@ class Case(NamedTuple):
     clip_norm: float | None = None
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     log_every: int = 50
+    precision: str = "fp32"
 
 
 def square(width: int, turns: int) -> Case:
@@ -112,15 +116,15 @@ def square(width: int, turns: int) -> Case:
     return Case(Rows(512, width, width), parts, turn=2, turns=turns)
 
 
-def gpt() -> Case:
-    """What examples/04_gpt.py trains, with its schedule, clipping and log every 10 steps."""
+def gpt(batch: int = 32, precision: str = "fp32", **sizes: int) -> Case:
+    """What examples/04_gpt.py trains, with its schedule, clipping and log every 10 steps. `sizes`: of another GPT."""
     spec = importlib.util.spec_from_file_location("example_gpt", Path(__file__).parents[2] / "examples" / "04_gpt.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
 
     def parts():
         torch.manual_seed(0)
-        model = example.GPT()
+        model = example.GPT(**sizes)
         return model, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
 
     def mean_loss(model, batch):
@@ -133,7 +137,7 @@ def gpt() -> Case:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     data = example.standard_library()[0]
-    return Case(data, parts, 10, 30, 32, example.step, mean_loss, clip_norm=1.0, schedule=schedule, log_every=10)
+    return Case(data, parts, 10, 30, batch, example.step, mean_loss, 1.0, schedule, log_every=10, precision=precision)
 
 
 CASES = {
@@ -142,6 +146,7 @@ CASES = {
     "samples": lambda: Case(Samples(16384)),
     "tensors": lambda: Case(TensorDataset(Rows(16384).x, Rows(16384).y)),
     "gpt": gpt,
+    "gpt-bf16": lambda: gpt(64, "bf16", width=768, layers=12, heads=12),
     "25m": lambda: square(1768, 40),
     "100m": lambda: square(3536, 15),
 }
@@ -166,6 +171,8 @@ class Turns:
         self.began[name] = time.perf_counter()
 
     def over(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.times[name].append((time.perf_counter() - self.began[name]) / self._turn)
         self.events[self.names[(self.names.index(name) + 1) % len(self.names)]].set()
 
@@ -181,8 +188,13 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def batches(name: str, case: Case, world) -> Iterator[Any]:
-    """The batches of this rank, of all epochs."""
+def batches(name: str, case: Case, world, device) -> Iterator[Any]:
+    """The batches of this rank, of all epochs, on the device."""
+    for batch in batches_on_cpu(name, case, world, device.type == "cuda"):
+        yield tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+
+
+def batches_on_cpu(name: str, case: Case, world, pin: bool) -> Iterator[Any]:
     if name == "best":
         x, y = case.data.tensors if isinstance(case.data, TensorDataset) else (case.data.x, case.data.y)
         epoch = 0
@@ -193,18 +205,22 @@ def batches(name: str, case: Case, world) -> Iterator[Any]:
             epoch += 1
     sampler = DistributedSampler(case.data) if world.world_size > 1 else None
     collate = (lambda batch: batch) if hasattr(case.data, "__getitems__") else None
-    loader = DataLoader(case.data, case.batch, shuffle=sampler is None, sampler=sampler, collate_fn=collate)
+    loader = DataLoader(case.data, case.batch, shuffle=sampler is None, sampler=sampler, collate_fn=collate, pin_memory=pin)
     while True:
         yield from loader
 
 
 def by_hand(name: str, turns: Turns, world, case: Case) -> None:
     turns.wait(name)  # the setup also calls collectives, which must not meet those of the other loops
+    device = rankwise.local_device(world)
+    autocast = rankwise.Precision(case.precision).autocast
     model, optimizer = case.parts()
+    model.to(device)
     scheduler = case.schedule(optimizer) if case.schedule else None
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.world_size > 1 else model
-    for step, batch in enumerate(batches(name, case, world), 1):
-        loss = case.mean_loss(wrapped, batch)
+    for step, batch in enumerate(batches(name, case, world, device), 1):
+        with autocast():
+            loss = case.mean_loss(wrapped, batch)
         loss.backward()
         if case.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
@@ -262,7 +278,7 @@ def trainer_loop(turns: Turns, world, case: Case, folder: str, save_every_s: flo
     model, optimizer = case.parts()
     trainer = rankwise.Trainer(
         model, optimizer, case.step_fn, case.data, batch_size=case.batch, max_steps=turns.steps, clip_norm=case.clip_norm,
-        scheduler=case.schedule(optimizer) if case.schedule else None, run_dir=folder,
+        precision=case.precision, scheduler=case.schedule(optimizer) if case.schedule else None, run_dir=folder,
         actions=[rankwise.actions.Log(every_steps=case.log_every), hand_over],
         checkpoints=rankwise.Checkpoints(every_s=save_every_s),
     )  # fmt: skip
@@ -285,13 +301,14 @@ def main() -> None:
     parser.add_argument("--alone", choices=["Trainer", "plain", "best"])
     args = parser.parse_args()
     world = rankwise.init()
-    if args.case not in ("gpt", "25m", "100m"):
+    if args.case not in ("gpt", "gpt-bf16", "25m", "100m"):
         torch.set_num_threads(1)
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
     case = CASES[args.case]()
     names = ["plain", "Trainer"]
-    names += ["best"] if args.case != "gpt" else []
-    names += ["floor"] if world.world_size == 1 and case.parts is tiny else []
+    names += ["best"] if not args.case.startswith("gpt") else []
+    on_cpu = rankwise.local_device(world).type == "cpu"
+    names += ["floor"] if world.world_size == 1 and case.parts is tiny and on_cpu else []
     if args.alone:
         case, names = case._replace(turns=5), [args.alone]
     turns = Turns(names, case)

@@ -30,6 +30,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         monkeypatch.setattr(machine, "gpus", lambda env: count)
         if said is None:
+            monkeypatch.setattr(torch.version, "cuda", None)
             return
 
         def init() -> None:
@@ -191,6 +192,7 @@ def test_the_rank_that_cannot_use_its_gpu_raises_why_and_the_others_say_which_it
 def test_ranks_of_two_kinds_of_device_end_with_a_message_before_the_first_collective(launched_by: str) -> None:
     """Without this, a node whose driver does not answer would use gloo, and the others would wait for it in NCCL."""
     lines = ["import os, torch, rankwise", "if os.environ['RANK'] == '1':"]
+    lines += ["    os.environ.pop('CUDA_VISIBLE_DEVICES', None)"]
     lines += ["    torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')"]
     if launched_by == "mpirun":  # without an address: rank 0 announces its own
         lines += ["rank, size = int(os.environ.pop('RANK')), int(os.environ.pop('WORLD_SIZE'))"]

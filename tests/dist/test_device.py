@@ -37,6 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = torch.device(kind) if count else None
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.version, "cuda", None)
         monkeypatch.setattr(machine, "gpus", lambda env: count if there is None else there)
         monkeypatch.setattr(accelerator, "use", current.append)
         return current

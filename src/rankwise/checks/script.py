@@ -46,7 +46,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
     examine(argv[0])
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
-    where = "" if devices >= max(ranks) else f", on the CPU ({devices} GPUs here)" if devices else ", on the CPU"
+    where = "" if devices >= max(ranks) else f", on the CPU ({count(devices, 'GPU')} here)" if devices else ", on the CPU"
     say(f"selftest of {argv[0]} on {listed(sorted(ranks), last=' and ')} ranks{where}")
     folder = Path(tempfile.mkdtemp(prefix="rankwise-selftest-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the cleanup below
