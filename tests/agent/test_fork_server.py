@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from rankwise.agent import fork_server
+from rankwise.host import processes
 
 PLAIN = """\
 import os, json as j
@@ -66,3 +70,19 @@ def test_output_is_lost_as_python_itself_reports_it_which_passes_over_streams_th
 def test_no_output_is_lost_if_the_script_has_deleted_its_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "stdout")
     assert fork_server._flush() == 0
+
+
+def test_a_rank_whose_agent_was_killed_before_it_was_ready_exits_whoever_has_inherited_it() -> None:
+    """Not only init inherits orphans: also a user's systemd, a container's first process, and our launcher."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert processes.start_time(ended.pid) is None
+    reader, writer = os.pipe()
+    os.write(writer, json.dumps({"environment": {}, "log": "rank.log"}).encode())
+    os.close(writer)
+    command = [sys.executable, fork_server.__file__, "once", str(reader), str(ended.pid), "script.py"]
+    try:
+        assert subprocess.run(command, pass_fds=[reader], timeout=60).returncode == 1
+    finally:
+        os.close(reader)
+    assert not Path("rank.log").exists()

@@ -127,10 +127,11 @@ def _serve(channel, agent):
             _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             continue
         if middle == 0:
+            middle = os.getpid()
             spec = _fork_ranks(channel, json.loads(line)["ranks"])
             lines.close()
             channel.close()
-            _become_rank(spec, agent)
+            _become_rank(spec, agent, middle)
             return spec
         status = os.waitpid(middle, 0)[1]
         if status != 0:
@@ -189,12 +190,12 @@ def _die_with(agent):
         os._exit(1)
 
 
-def _become_rank(spec, agent):
-    """Make a forked process look like a fresh one, and like this rank."""
-    while os.getppid() != agent:  # until the agent is the parent: set earlier, death with the parent would come at once
+def _become_rank(spec, agent, middle=None):
+    """Make a forked process look like a fresh one, and like this rank. `middle`: the process that has forked it."""
+    while (parent := os.getppid()) != agent:  # set earlier, death with the parent would come at once
+        if parent != middle:
+            os._exit(1)  # the agent was killed: this is init, or another process that inherits orphans
         time.sleep(0.0002)
-        if os.getppid() == 1:
-            os._exit(1)
     _die_with(agent)
     os.environ.clear()
     os.environ.update(spec["environment"])
