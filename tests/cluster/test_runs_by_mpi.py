@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cluster_runs import FOR_EVER, GATE, RUN, SUM, TELL, TORCH, Launched, batch, launch, told, write
+from cluster_runs import FOR_EVER, GATE, RUN, SUM, TELL, TORCH, Launched, batch, launch, left, left_over, told, wait_for, write
 from clusters import Start, hosts, mpich, openmpi, slurm
 
 __all__ = ["hosts", "launch", "mpich", "openmpi", "slurm"]  # fixtures
@@ -57,6 +57,52 @@ def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch
     status, out = run.wait()
     assert status == 130, out
     assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
+
+
+PLAIN = """
+import os, time
+open(f"there-{os.environ['RANK']}", "w").close()
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    open(f"interrupted-{os.environ['RANK']}", "w").close()
+    raise
+"""
+
+
+def there() -> bool:
+    return len([*Path.cwd().glob("there-*")]) == 3
+
+
+def test_ctrl_c_below_mpirun_interrupts_a_script_of_another_library(hosts: Start, launch: New, mpirun: str) -> None:
+    run = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(PLAIN), **AS_ROOT)
+    run.until(there, "three ranks")
+    run.signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    assert "SIGINT" in out, out
+    assert len([*Path.cwd().glob("interrupted-*")]) == 3, out
+
+
+def test_sigterm_below_mpirun_ends_a_script_of_another_library_by_sigterm(hosts: Start, launch: New, mpirun: str) -> None:
+    run = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(PLAIN), **AS_ROOT)
+    run.until(there, "three ranks")
+    run.signal(signal.SIGTERM)
+    status, out = run.wait()
+    assert status == 143, out
+    assert not [*Path.cwd().glob("interrupted-*")]
+
+
+@pytest.mark.parametrize("where", [("-H", "node1:2,node2:1"), ("--nproc", "3")], ids=["two hosts", "here"])
+def test_nothing_runs_on_below_mpirun_when_the_launcher_is_killed(
+    hosts: Start, launch: New, mpirun: str, where: Sequence[str]
+) -> None:
+    """Otherwise the same command would start other ranks, which write the same run."""
+    run = launch(*RUN, "--on", "mpi", *where, write(PLAIN), **AS_ROOT)
+    run.until(there, "three ranks")
+    run.signal(signal.SIGKILL)
+    run.process.wait()
+    wait_for(lambda: not [*left(), *left_over(Path.cwd())], "nothing left, on the hosts and here")
 
 
 def test_launchers_that_mpirun_starts_are_one_run(hosts: Start, launch: New, mpirun: str) -> None:

@@ -123,6 +123,16 @@ def test_ctrl_c_in_an_allocations_shell_stops_all_ranks_after_one_step(slurm: St
     assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
 
 
+def test_ctrl_c_in_an_allocations_shell_interrupts_a_script_of_another_library(slurm: Start, launch: New) -> None:
+    source = "import os, time\nopen(f\"there-{os.environ['RANK']}\", 'w').close()\ntime.sleep(600)\n"
+    run = launch("salloc", "-N2", "sh", "-c", 'echo $$ > pid; exec "$@"', "sh", *RUN, "--nproc", "1", write(source))
+    run.until(lambda: len([*Path.cwd().glob("there-*")]) == 2, "two ranks")
+    subprocess.run(["kill", "-INT", Path("pid").read_text().strip()], check=True)
+    status, out = run.wait()
+    assert status == 130, out
+    assert "KeyboardInterrupt" in out
+
+
 @pytest.mark.parametrize("tasks", ["1", "2"])
 def test_a_users_own_batch_script_starts_an_agent_a_node_or_one_a_device(slurm: Start, launch: New, tasks: str) -> None:
     more = ["--nproc", "2"] if tasks == "1" else []

@@ -248,14 +248,17 @@ def test_inside_an_allocation_nothing_is_queued(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_in_an_allocation_stops_the_ranks_and_kills_none(cluster: Cluster, signum: int) -> None:
-    with in_background(STOPS + WAITS, within=("salloc", "-N1")) as salloc:
+    """srun passes on other signals than these; the ranks get what the launcher got."""
+    name, expected = signal.Signals(signum).name, 130 if signum == signal.SIGINT else 75
+    stops = STOPS.replace("SIGUSR1", name).replace("75", str(expected))
+    with in_background(stops + WAITS, within=("salloc", "-N1")) as salloc:
         printed("rank 0 of 1")
         holder = RunDir(Path("runs/train")).holder()
         assert holder is not None
         os.kill(holder.pid, signum)
         status = salloc.wait(DEADLINE_S)
-    assert status == (130 if signum == signal.SIGINT else 75), Path("out").read_text()
-    assert RunDir(Path("runs/train")).attempts()[-1].outcome == "stopped by SIGUSR1 after step 0"
+    assert status == expected, Path("out").read_text()
+    assert RunDir(Path("runs/train")).attempts()[-1].outcome == f"stopped by {name} after step 0"
     assert jobs() == []
 
 

@@ -68,14 +68,16 @@ def _begin(words: list[str]) -> int:
     if scheduler is None:
         raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install the package that provides it there too")
     index = _index(plan, scheduler)
+    below_another = plan.launcher_holds and not plan.launcher_pid  # mpirun, for example, is below `rankwise run`
+    parent = os.getppid() if below_another else plan.launcher_pid
 
     def body(guard: int | None) -> int:
-        events = EventLoop(plan.launcher_pid, guard)
+        events = EventLoop(parent, guard, scheduler.taken_as if below_another else None)
         if index == 0:
             return _head(plan, run, scheduler, events)
         return _calling(plan, run, index, _start(scheduler, os.environ), events)
 
-    return body(None) if plan.launcher_pid else _guarded(body)
+    return body(None) if plan.launcher_pid else _guarded(body, apart=below_another)
 
 
 def _enter(plan: Plan) -> None:
@@ -100,11 +102,12 @@ def _index(plan: Plan, scheduler: Jobs) -> int:
     return tasks.index if tasks is not None else 0
 
 
-def _guarded(body: Callable[[int], int]) -> int:
+def _guarded(body: Callable[[int], int], apart: bool = False) -> int:
     """Run `body` in a child of this process. If the child is killed, this process kills the child's descendants: nothing else
     on this host would.
 
-    `body` gets the reading end of a pipe. This process writes to it the number of each stop signal that it receives.
+    `body` gets the reading end of a pipe. This process writes to it the number of each stop signal that it receives. `apart`:
+    the child gets a process group of its own, because mpirun and srun signal the whole group: the ranks too.
     """
     processes.become_subreaper()
     guard = os.getpid()
@@ -112,6 +115,8 @@ def _guarded(body: Callable[[int], int]) -> int:
     agent = os.fork()
     if agent == 0:
         processes.die_with_parent(guard)
+        if apart:
+            os.setpgid(0, 0)
         os.close(writer)
         return body(reader)
     os.close(reader)

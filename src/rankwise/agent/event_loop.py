@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -25,11 +26,12 @@ class EventLoop:
 
     `guard`: a pipe on which this agent's guard process passes on the signals that it gets, one byte per signal. Hydra and Grid
     Engine signal a whole process group, so both this process and its guard: the same signal from both is one request, however
-    much later the second comes.
+    much later the second comes. `taken_as`: the signal that came is the key, the one that was meant is the value.
     """
 
-    def __init__(self, parent_pid: int, guard: int | None = None) -> None:
+    def __init__(self, parent_pid: int, guard: int | None = None, taken_as: Mapping[int, int] | None = None) -> None:
         self.asked: list[int] = []
+        self._taken_as = taken_as or {}
         self._own: Counter[int] = Counter()
         self._passed_on: Counter[int] = Counter()
         self._guard = guard
@@ -65,6 +67,7 @@ class EventLoop:
         self._count(self._own, signum)
 
     def _count(self, source: Counter[int], signum: int) -> None:
+        signum = self._taken_as.get(signum, signum)
         source[signum] += 1
         if source[signum] > self.asked.count(signum):
             self.asked.append(signum)

@@ -44,8 +44,9 @@ class OpenMpi(Counting, NamesHosts, Foreground):
         "(it does so with -np 1 and 2); with mpirun --bind-to none they use all {cores}"
     )
     options = (NODES, *NamesHosts.options)
-    # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 on to them.
-    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+    # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 and SIGUSR2 on.
+    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+    taken_as: ClassVar = {signal.SIGUSR2: signal.SIGINT, signal.SIGUSR1: signal.SIGTERM}
 
     def one_per_node(self, env: Mapping[str, str]) -> bool:
         return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")

@@ -115,6 +115,9 @@ class Jobs(Scheduler):
     """If the script becomes another launcher (srun, mpirun) instead of the agent: for each signal that `rankwise run` gets, the
     signal that makes that launcher ask the agents to stop."""
 
+    taken_as: ClassVar[Mapping[int, int]] = {}
+    """What the agents take a signal for that came instead of another one (`stop_signals`): their ranks get that other one."""
+
     requeue_status: ClassVar[int | None] = None
     """If `requeue` is an option, and the head's agent does it instead of the script: the exit status that puts the job back
     into the queue."""

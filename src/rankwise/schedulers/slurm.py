@@ -85,9 +85,10 @@ class Slurm(Launcher, Jobs):
         ),
         REQUEUE,
     )  # fmt: skip
-    # srun does not pass INT and TERM on (a second INT, or the first TERM, ends the step at once), but passes USR1 on to the
-    # agents.
-    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+    # srun does not pass INT and TERM on (a second INT, or the first TERM, ends the step at once), but passes USR1 and
+    # USR2 on to the agents.
+    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+    taken_as: ClassVar = {signal.SIGUSR2: signal.SIGINT, signal.SIGUSR1: signal.SIGTERM}
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """True anywhere inside a job: in a task of a step, in a batch shell, in a shell of salloc."""
