@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 import math
 import time
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import rankwise
 from rankwise.data.loader import share
 from rankwise.dist import accelerator, comm
 from rankwise.errors import ConfigError, StepError
@@ -695,6 +698,48 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone_as_in_a_plain_
     for answer in answers:
         assert distance(answer, expected) < 1e-10
         assert same(answer, answers[0])
+
+
+class Counts(nn.Module):
+    """Keeps how often each class came, as the codebook of a VQ-VAE does."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.classes = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(3)
+        self.together = together
+        self.register_buffer("counts", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x.detach().sum(0)
+        self.last.copy_(found)
+        self.counts += rankwise.all_reduce(found) if self.together else found
+        return self.classes(self.norm(x))
+
+
+def kept_buffers(together: bool) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = Counts(together)
+    sync = AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for _ in range(3):
+            with sync.averaged():
+                pass
+            sync.backward(model(torch.full((2, 3), 1.0 + comm.rank())).sum(), 2)
+            sync.step()
+        with sync.averaged():
+            return model.counts.tolist(), out.getvalue()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("together", [False, True])
+def test_buffers_that_each_rank_computes_from_its_own_samples_are_named_once(n: int, together: bool) -> None:
+    (counts, said), *others = on_ranks(n, kept_buffers, together)
+    assert counts == [2.0 * 3 * (sum(range(1, n + 1)) if together else 1)] * 3
+    assert others == [(counts, "")] * (n - 1)
+    warning = "warning: the ranks have different values of counts, which forward computes from each rank's own samples"
+    assert said.count(warning) == said.count("different values") == (0 if n == 1 or together else 1), said
 
 
 def test_parameters_without_a_gradient_are_named_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,7 @@ class AllReduce:
         self._on_step: Any = None
         self._seed: torch.Tensor | None = None
         self._told_unused = False
+        self._told_buffers = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
         self._inside = False
         """Whether `step` is running: then it is not the user who calls the optimizer."""
@@ -388,10 +389,25 @@ class AllReduce:
             if module is None:
                 kept = private_names.persistent_buffers(model)
                 self._own_buffers = {n: own[id(b)] for n, b in kept.items() if n in named and not _same_bits(own[id(b)], b)}
+                if named and not self._told_buffers:
+                    self._tell_what_differs(self._own_buffers)
             try:
                 yield
             finally:
                 self._own_buffers = None
+
+    def _tell_what_differs(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Collective. Warn once of buffers that each rank computes from its own samples. Of a BatchNorm this is known."""
+        model, kinds = self._trained.model, private_names.batch_norms()
+        usual = {f"{at}.{name}" for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers()}
+        differ = {name for names in comm.all_gather_object(list(own)) for name in names} - {name.lstrip(".") for name in usual}
+        if differ:
+            self._told_buffers = True
+            log.warn(
+                f"the ranks have different values of {some(sorted(differ))}, which forward computes from each rank's own "
+                "samples; evaluation and saves use those of rank 0. To use all samples, average them in an action after each "
+                'step: rankwise.all_reduce(buffer, "mean")'
+            )
 
     def finish(self) -> None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
