@@ -12,7 +12,6 @@ times as much as the copying itself (page faults), so the buffers of the last co
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections import OrderedDict
@@ -25,6 +24,9 @@ from torch import nn
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device})
 """Types whose values never change, and that a checkpoint can hold."""
+
+_ALIGNED = 64  # bytes
+_MOST = 1 << 26  # bytes of an allocation for several buffers
 
 
 # --- the thread
@@ -110,6 +112,7 @@ class _Copying:
         self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
         self._pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._memo: dict[int, Any] = {}
+        self._pinned = Pinned()
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -150,7 +153,7 @@ class _Copying:
             size = (storage.nbytes(), device.type == "cuda")
             unit = _unit(size[0])
             free = self._free.get(size)
-            buffer = free.pop() if free else _buffer(size[0] // unit.itemsize, unit, size[1])
+            buffer = free.pop() if free else (self._pinned if size[1] else _unpinned)(size[0], unit)
             self.used.setdefault(size, []).append(buffer)
             self._storages[key] = buffer.untyped_storage()
             to, source = self._pairs.setdefault(device, ([], []))
@@ -183,11 +186,38 @@ def _unit(size: int) -> torch.dtype:
     return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
 
 
-def _buffer(units: int, unit: torch.dtype, pinned: bool) -> torch.Tensor:
-    if pinned:
-        with contextlib.suppress(RuntimeError):  # no more memory may be locked: then training waits for the device
-            return torch.empty(units, dtype=unit, device="cpu", pin_memory=True)
-    return torch.empty(units, dtype=unit, device="cpu")
+class Pinned:
+    """Buffers in pinned memory, several in each allocation: torch rounds an allocation up to a power of two, which for the
+    tensors of a transformer is more than half of their size."""
+
+    def __init__(self, pin: bool = True) -> None:
+        self._pin = pin
+        self._least = 1 << 16
+        self._rooms: list[np.ndarray[Any, Any]] = []
+        """What is left of each allocation."""
+
+    def __call__(self, size: int, unit: torch.dtype) -> torch.Tensor:
+        """A tensor with a storage of `size` bytes. Not pinned if no more memory may be locked: then training waits for the
+        device."""
+        if not size:
+            return _unpinned(size, unit)
+        number = next((number for number, room in enumerate(self._rooms) if len(room) >= size), None)
+        try:
+            room = self._rooms.pop(number) if number is not None else self._allocation(size)
+        except RuntimeError:
+            return _unpinned(size, unit)
+        if len(rest := room[-(-size // _ALIGNED) * _ALIGNED :]):
+            self._rooms.append(rest)
+        return torch.frombuffer(room[:size], dtype=unit)
+
+    def _allocation(self, size: int) -> np.ndarray[Any, Any]:
+        whole = max(self._least, 1 << (size - 1).bit_length())
+        self._least = min(2 * self._least, _MOST)
+        return torch.empty(whole, dtype=torch.uint8, device="cpu", pin_memory=self._pin).numpy()
+
+
+def _unpinned(size: int, unit: torch.dtype) -> torch.Tensor:
+    return torch.empty(size // unit.itemsize, dtype=unit, device="cpu")
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
