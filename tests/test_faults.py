@@ -524,6 +524,21 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
     assert "fork_server.py" not in done.stderr
 
 
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("#!/no/such/python\n", "its first line names a program that is not there"), ("garbage", "Exec format error")],
+)
+def test_a_python_that_cannot_be_started_is_one_line(rankwise, tmp_path: Path, way: str, text: str, why: str) -> None:
+    (tmp_path / "script.py").write_text("print('never')")
+    (tmp_path / "python3").write_text(text)
+    (tmp_path / "python3").chmod(0o755)
+    done = rankwise("run", "--nproc", "2", "--start-method", way, "--", "./python3", "script.py")
+    assert done.returncode == 2
+    assert f" cannot start ./python3, which is to run the script: {why}; repair or replace it\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -7,9 +7,11 @@ started = starter.receive()                          # {"pids": [...]}, or None 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.agent.root_cause import signal_name
+from rankwise.errors import ConfigError
+from rankwise.host import processes
 from rankwise.run.plan import Plan
 
 _KILL_S = 3.0
@@ -50,6 +54,14 @@ class Starter:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
+        except OSError as error:
+            if processes.shortage(error) is not None:
+                raise
+            is_there = error.errno == errno.ENOENT and Path(interpreter[0]).exists()
+            why = "its first line names a program that is not there" if is_there else error.strerror
+            raise ConfigError(
+                f"{platform.node()} cannot start {interpreter[0]}, which is to run the script: {why}; repair or replace it"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
