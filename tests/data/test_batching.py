@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from batches import all_of, flat, global_batches, loaders, steps_of
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from rankwise.data import Loader, Order, batching
 from rankwise.data.batching import ByCount, ByTokens, LengthBatches, LengthOf, balanced_runs
@@ -261,6 +264,62 @@ def test_the_sampler_inside_a_batch_sampler_knows_the_epoch(state: dict[str, str
     batches = global_batches([steps_of(loader)])
     first, second = batches[: SAMPLES // 8], batches[SAMPLES // 8 :]
     assert (first == second) == (state is not None)  # a run that has begun with one order keeps it
+
+
+class Shuffled:
+    """A batch sampler with a generator of its own, of any kind."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws = {torch.Generator: lambda g: torch.randint(1 << 30, (), generator=g).item(), Random: Random.random}
+        draw = draws.get(type(self.generator), lambda g: g.uniform())
+        order = sorted(range(SAMPLES), key=lambda _: draw(self.generator))
+        return iter([order[k : k + 8] for k in range(0, SAMPLES, 8)])
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "torch, inside torch's": lambda: BatchSampler(
+        WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 40, generator=torch.Generator().manual_seed(3)), 8, False
+    ),
+    "torch": lambda: Shuffled(torch.Generator().manual_seed(3)),
+    "numpy": lambda: Shuffled(np.random.default_rng(3)),
+    "numpy's old": lambda: Shuffled(np.random.RandomState(3)),
+    "Python": lambda: Shuffled(Random(3)),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_sampler_with_a_generator_of_its_own_goes_on_with_the_same_batches(kind: str) -> None:
+    settings: dict[str, Any] = {"global_batch_size": None, "max_epochs": 3}
+    whole = all_of(Items(), 1, batches=OWN[kind](), **settings)
+    per_epoch = len(whole) // 3
+    assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch] != whole[2 * per_epoch :]
+    assert all_of(Items(), 3, batches=OWN[kind](), **settings) == whole
+    assert all_of(Items(), 1, batches=OWN[kind](), **settings, seed=1) != whole
+    for stop in (1, per_epoch, per_epoch + 2, 2 * per_epoch + 1):
+        [loader] = loaders(Items(), 1, batches=OWN[kind](), **settings)
+        assert len(list(itertools.islice(loader, stop))) == stop
+        [other] = loaders(Items(), 1, batches=OWN[kind](), **settings)
+        other.load_state_dict(loader.state_dict())
+        assert global_batches([steps_of(other)]) == whole[stop:]
+
+
+def test_a_generator_of_a_sampler_draws_for_others_as_if_no_loader_used_it() -> None:
+    generator, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    [loader] = loaders(Items(), 1, global_batch_size=None, max_epochs=2, batches=Shuffled(generator))
+    assert len(list(loader)) == 2 * math.ceil(SAMPLES / 8)
+    assert torch.equal(torch.randn(9, generator=generator), torch.randn(9, generator=other))
+    assert generator.initial_seed() == 3
+
+
+def test_a_run_of_an_earlier_version_keeps_the_order_that_its_first_epoch_has_begun_with() -> None:
+    [loader] = loaders(Items(), 1, global_batch_size=None, max_epochs=1, batches=Shuffled(torch.Generator().manual_seed(3)))
+    state = loader.state_dict()
+    assert state.pop("own generators keyed")
+    loader.load_state_dict(state)
+    assert global_batches([steps_of(loader)]) == [*Shuffled(torch.Generator().manual_seed(3))]
 
 
 def test_a_batch_sampler_with_lengths_is_shared_out_by_cost() -> None:

@@ -9,6 +9,7 @@ wherever a global batch ends.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -197,7 +198,8 @@ class BySampler:
     """The batches of a batch sampler such as torch's: an iterable of lists of indices, each a global batch.
 
     `set_epoch(epoch)` is called if the sampler, or the one inside torch's BatchSampler, has it. Its random numbers are keyed by
-    (seed, epoch), equal on all ranks. All batches of an epoch are listed when the epoch starts.
+    (seed, epoch), equal on all ranks; so are those of generators in its attributes, as in `RandomSampler(data, generator=g)`,
+    which also follow from how `g` was seeded. All batches of an epoch are listed when the epoch starts.
     """
 
     by = "a batch sampler"
@@ -210,8 +212,11 @@ class BySampler:
         self._lengths = lengths
         self._epoch = -1
         self._batches: list[Indices] = []
-        self._passes_on = True
-        """Whether `set_epoch` is also called for the sampler inside. Runs of earlier versions keep their order."""
+        self._passes_on = self._keys_own = True
+        """Whether `set_epoch` is also called for the sampler inside; whether the generators of both are keyed. Runs of earlier
+        versions keep their order."""
+
+        self._own = seeds.OwnGenerators(sampler, getattr(sampler, "sampler", None))
 
         self.size = max(map(len, self._of(0)))
 
@@ -234,7 +239,8 @@ class BySampler:
         saved.save()
         try:
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
-            self._batches = list(self._listed())
+            with self._own.keyed(self._seed, epoch, "batches") if self._keys_own else contextlib.nullcontext():
+                self._batches = list(self._listed())
         finally:
             saved.restore()
         self._batches = [batch for batch in self._batches if len(batch)]
@@ -270,10 +276,11 @@ class BySampler:
         return {"the sum of the indices of the first batch": int(self._of(self._epoch)[0].sum())}
 
     def state(self) -> dict[str, Any]:
-        return {"batches by": self.by, "epoch passed on": self._passes_on}
+        return {"batches by": self.by, "epoch passed on": self._passes_on, "own generators keyed": self._keys_own}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._passes_on, self._epoch = state.get("epoch passed on", False), -1
+        self._keys_own = state.get("own generators keyed", False)
 
 
 class LengthBatches:

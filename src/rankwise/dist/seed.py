@@ -8,10 +8,12 @@ saved.save();  seed_streams(derive(7, epoch, sample));  ...;  saved.restore()   
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import pickle
 import random
 import struct
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any, cast
 
 import numpy as np
@@ -131,6 +133,56 @@ class SavedStreams:
                 stream.restore()
                 moved.append(name)
         return frozenset(moved)
+
+
+class OwnGenerators:
+    """The generators (of Python, numpy and torch) that objects keep in attributes, such as `sampler.generator`."""
+
+    _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+
+    def __init__(self, *owners: object) -> None:
+        values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+        self._found = list({id(value): value for value in values if type(value) in self._KINDS}.values())
+        began = [self._state_of(each) for each in self._found]
+        self._began = [hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest() for state in began]
+
+    @contextlib.contextmanager
+    def keyed(self, *words: int | str) -> Iterator[None]:
+        """Inside, what they draw follows from `words`, and from their state when this object was made. Afterwards each is as
+        before."""
+        before = [self._state_of(each) for each in self._found]
+        for number, (each, began) in enumerate(zip(self._found, self._began, strict=True)):
+            key = derive(*words, number, began)
+            if isinstance(each, np.random.Generator):
+                each.bit_generator.state = type(each.bit_generator)(key).state
+            elif isinstance(each, torch.Generator):
+                each.manual_seed(key)
+            else:
+                each.seed(key % 2**32)
+        try:
+            yield
+        finally:
+            for each, state in zip(self._found, before, strict=True):
+                self._restore(each, state)
+
+    @staticmethod
+    def _state_of(each: Any) -> Any:
+        if isinstance(each, np.random.Generator):
+            return each.bit_generator.state
+        if isinstance(each, torch.Generator):
+            return each.get_state().numpy()
+        return each.getstate() if isinstance(each, random.Random) else each.get_state()
+
+    @staticmethod
+    def _restore(each: Any, state: Any) -> None:
+        if isinstance(each, np.random.Generator):
+            each.bit_generator.state = state
+        elif isinstance(each, torch.Generator):
+            each.set_state(torch.from_numpy(state))
+        elif isinstance(each, random.Random):
+            each.setstate(state)
+        else:
+            each.set_state(state)
 
 
 class _Python:
