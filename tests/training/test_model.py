@@ -162,6 +162,16 @@ def test_a_batch_whose_tensors_have_several_lengths_is_not_looked_at(capfd: pyte
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_embedding_that_changes_itself_is_named_on_several_ranks(ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
-    prepare(nn.Embedding(3, 2, max_norm=1.0), torch.device("cpu"), World(0, ranks, 0, ranks, 0, source="test"))
-    assert ("Embedding(max_norm=...) changes its weights in the forward pass" in capfd.readouterr().out) == (ranks == 2)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_norm": 1.0}, "Embedding(max_norm=...) changes its weights in the forward pass"),
+        ({"scale_grad_by_freq": True}, "Embedding(scale_grad_by_freq=True) divides by how often"),
+        ({}, "Embedding("),
+    ],
+)
+def test_an_embedding_that_looks_at_its_batch_is_named_on_several_ranks(
+    ranks: int, given: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(nn.Embedding(3, 2, **given), torch.device("cpu"), World(0, ranks, 0, ranks, 0, source="test"))
+    assert (said in capfd.readouterr().out) == (ranks == 2 and bool(given))

@@ -56,6 +56,11 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
             "Embedding(max_norm=...) changes its weights in the forward pass, for the samples of each rank, so the ranks will "
             "differ; remove max_norm, and limit the norms of the weight in an action, after each step"
         )
+    if world.world_size > 1 and any(getattr(module, "scale_grad_by_freq", False) is True for module in model.modules()):
+        log.warn(
+            "Embedding(scale_grad_by_freq=True) divides by how often an index is in a rank's part of a batch, so results "
+            "depend on the number of ranks"
+        )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
             f"the model has a SyncBatchNorm, which works only on GPUs, and this rank uses {device.type}; convert it only "
