@@ -399,8 +399,8 @@ class AllReduce:
     def _tell_what_differs(self, own: Mapping[str, torch.Tensor]) -> None:
         """Collective. Warn once of buffers that each rank computes from its own samples. Of a BatchNorm this is known."""
         model, kinds = self._trained.model, private_names.batch_norms()
-        usual = {f"{at}.{name}" for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers()}
-        differ = {name for names in comm.all_gather_object(list(own)) for name in names} - {name.lstrip(".") for name in usual}
+        usual = {name for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers(prefix=at)}
+        differ = {name for names in comm.all_gather_object(list(own)) for name in names} - usual
         if differ:
             self._told_buffers = True
             log.warn(
