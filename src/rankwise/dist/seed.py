@@ -13,8 +13,8 @@ import hashlib
 import pickle
 import random
 import struct
-from collections.abc import Iterator, Set
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Set
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -135,54 +135,58 @@ class SavedStreams:
         return frozenset(moved)
 
 
+class _HowToSeed(NamedTuple):
+    """How the state of a kind of generator is read and restored, and how it is seeded."""
+
+    state: Callable[[Any], Any]
+    restore: Callable[[Any, Any], object]
+    seed: Callable[[Any, int], object]
+
+
+def _restore_numpy(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_KINDS = {
+    random.Random: _HowToSeed(random.Random.getstate, random.Random.setstate, lambda each, key: each.seed(key % 2**32)),
+    np.random.RandomState: _HowToSeed(
+        np.random.RandomState.get_state, np.random.RandomState.set_state, lambda each, key: each.seed(key % 2**32)
+    ),
+    np.random.Generator: _HowToSeed(
+        lambda each: each.bit_generator.state,
+        _restore_numpy,
+        lambda each, key: _restore_numpy(each, type(each.bit_generator)(key).state),
+    ),
+    torch.Generator: _HowToSeed(
+        lambda each: each.get_state().numpy(),
+        lambda each, state: each.set_state(torch.from_numpy(state)),
+        torch.Generator.manual_seed,
+    ),
+}
+
+
 class OwnGenerators:
     """The generators (of Python, numpy and torch) that objects keep in attributes, such as `sampler.generator`."""
 
-    _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-
     def __init__(self, *owners: object) -> None:
         values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-        self._found = list({id(value): value for value in values if type(value) in self._KINDS}.values())
-        began = [self._state_of(each) for each in self._found]
-        self._began = [hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest() for state in began]
+        found = {id(value): value for value in values if type(value) in _KINDS}
+        self._found = [(each, _KINDS[type(each)]) for each in found.values()]
+        began = [pickle.dumps(kind.state(each)) for each, kind in self._found]
+        self._began = [hashlib.blake2b(state, digest_size=8).hexdigest() for state in began]
 
     @contextlib.contextmanager
     def keyed(self, *words: int | str) -> Iterator[None]:
         """Inside, what they draw follows from `words`, and from their state when this object was made. Afterwards each is as
         before."""
-        before = [self._state_of(each) for each in self._found]
-        for number, (each, began) in enumerate(zip(self._found, self._began, strict=True)):
-            key = derive(*words, number, began)
-            if isinstance(each, np.random.Generator):
-                each.bit_generator.state = type(each.bit_generator)(key).state
-            elif isinstance(each, torch.Generator):
-                each.manual_seed(key)
-            else:
-                each.seed(key % 2**32)
+        before = [kind.state(each) for each, kind in self._found]
+        for number, (each, kind) in enumerate(self._found):
+            kind.seed(each, derive(*words, number, self._began[number]))
         try:
             yield
         finally:
-            for each, state in zip(self._found, before, strict=True):
-                self._restore(each, state)
-
-    @staticmethod
-    def _state_of(each: Any) -> Any:
-        if isinstance(each, np.random.Generator):
-            return each.bit_generator.state
-        if isinstance(each, torch.Generator):
-            return each.get_state().numpy()
-        return each.getstate() if isinstance(each, random.Random) else each.get_state()
-
-    @staticmethod
-    def _restore(each: Any, state: Any) -> None:
-        if isinstance(each, np.random.Generator):
-            each.bit_generator.state = state
-        elif isinstance(each, torch.Generator):
-            each.set_state(torch.from_numpy(state))
-        elif isinstance(each, random.Random):
-            each.setstate(state)
-        else:
-            each.set_state(state)
+            for (each, kind), state in zip(self._found, before, strict=True):
+                kind.restore(each, state)
 
 
 class _Python:
