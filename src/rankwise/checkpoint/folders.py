@@ -17,7 +17,7 @@ from pathlib import Path
 from rankwise.errors import RunDirError
 from rankwise.host.disk import fsync, is_folder
 from rankwise.host.text import listed, short
-from rankwise.run.directory import RunDir, find_run, without_moved_aside
+from rankwise.run.directory import RunDir, find_run, runs_here
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files in the folder are not ours
 
@@ -82,11 +82,11 @@ def find(run: str | None) -> Path:
     """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
     only run here. Raises RunDirError if there is none."""
     if run is None:
-        found = without_moved_aside(path for path in Path("runs").glob("[!.]*") if checkpoints_in(RunDir(path).checkpoints))
+        found = runs_here(lambda path: checkpoints_in(RunDir(path).checkpoints))
         if len(found) != 1:
             if not found:
                 raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")
-            names = listed(sorted(path.name for path in found))
+            names = listed(path.name for path in found)
             raise RunDirError(f"which run? Type its name or folder; the runs with checkpoints here: {names}")
         return RunDir(found[0]).checkpoints
     for path in (Path(run), Path("runs", run)):

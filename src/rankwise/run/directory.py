@@ -24,7 +24,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -425,7 +425,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
 
     Raises RunDirError with the runs that exist, and what to type: `rankwise VERB RUN`.
     """
-    here = without_moved_aside(path for path in sorted(Path("runs").glob("[!.]*")) if _is_run(path))
+    here = runs_here(_is_run)
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if not here:
@@ -441,9 +441,10 @@ def find_run(run: str | None, verb: str) -> RunDir:
     raise RunDirError(f"{what}; {f'did you mean {shlex.quote(near[0])}?' if near else f'the runs here: {names}'}")
 
 
-def without_moved_aside(runs: Iterable[Path]) -> list[Path]:
-    """Without those that `--fresh` has moved aside, unless there are no others: they are found only by their names."""
-    found = list(runs)
+def runs_here(accepts: Callable[[Path], object]) -> list[Path]:
+    """The run directories in ./runs that `accepts` accepts, without those of other nodes (hidden), and without those that
+    `--fresh` has moved aside, unless there are no others: they are found only by their names."""
+    found = [path for path in sorted(Path("runs").glob("[!.]*")) if accepts(path)]
     return [path for path in found if not _MOVED_ASIDE.search(path.name)] or found
 
 
