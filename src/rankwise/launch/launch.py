@@ -133,7 +133,7 @@ def _run_here(
         if status >= 0:
             sweep_s = 1.0  # an agent that exited by itself has left only processes that cannot be killed
         if status == EXIT_PREEMPTED and forward.interrupted:
-            status = EXIT_INTERRUPTED  # the agents got another signal than the Ctrl-C of this process
+            status = EXIT_INTERRUPTED  # another request to stop came before the Ctrl-C
         by = f"the launcher of the agents ({choice.name})" if choice.starts_agents else "the agent"
         if choice.node_rank > 0 and status > 0 and not forward.asked:
             say(f"the run has ended with exit status {status}; the reason is in the output of the first node")

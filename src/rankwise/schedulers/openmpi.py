@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
@@ -16,6 +15,7 @@ from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.host_names import NamesHosts
 from rankwise.schedulers.job import agent
 from rankwise.schedulers.options import NODES
+from rankwise.schedulers.protocols import FROM_USER_SIGNALS, USER_SIGNALS
 from rankwise.schedulers.ranks import Ranks, without
 
 # Variables from which MPI_Init learns which process it is. Other OMPI_MCA_* variables are settings of the user.
@@ -45,8 +45,7 @@ class OpenMpi(Counting, NamesHosts, Foreground):
     )
     options = (NODES, *NamesHosts.options)
     # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 and SIGUSR2 on.
-    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-    taken_as: ClassVar = {signal.SIGUSR2: signal.SIGINT, signal.SIGUSR1: signal.SIGTERM}
+    stop_signals, taken_as = USER_SIGNALS, FROM_USER_SIGNALS
 
     def one_per_node(self, env: Mapping[str, str]) -> bool:
         return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")

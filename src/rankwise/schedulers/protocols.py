@@ -8,6 +8,7 @@ class Ssh(Foreground, Hosts): ...      # runs below the launcher (foreground.py)
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,12 @@ class Hosts(Scheduler):
         """Why the command did not start on that host, and what to type; None if the command itself printed `words`, the text on
         stderr. Pure."""
         return None
+
+
+USER_SIGNALS: Mapping[int, int] = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+"""`stop_signals` of a launcher that passes only these two on."""
+
+FROM_USER_SIGNALS: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGUSR1: signal.SIGTERM}
 
 
 class Jobs(Scheduler):

@@ -4,10 +4,9 @@ queue."""
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
 from rankwise.run.options import Option
@@ -15,7 +14,7 @@ from rankwise.run.plan import Plan
 from rankwise.schedulers import slurm_text
 from rankwise.schedulers.job import State, call, last_line
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, REQUEUE, SETUP, TIME
-from rankwise.schedulers.protocols import Jobs, Launcher
+from rankwise.schedulers.protocols import FROM_USER_SIGNALS, USER_SIGNALS, Jobs, Launcher
 from rankwise.schedulers.ranks import (
     Ranks,
     Tasks,
@@ -87,8 +86,7 @@ class Slurm(Launcher, Jobs):
     )  # fmt: skip
     # srun does not pass INT and TERM on (a second INT, or the first TERM, ends the step at once), but passes USR1 and
     # USR2 on to the agents.
-    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-    taken_as: ClassVar = {signal.SIGUSR2: signal.SIGINT, signal.SIGUSR1: signal.SIGTERM}
+    stop_signals, taken_as = USER_SIGNALS, FROM_USER_SIGNALS
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """True anywhere inside a job: in a task of a step, in a batch shell, in a shell of salloc."""
