@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from ranks import CHEAP_FORKS
 from xdist.scheduler import LoadScopeScheduling
 
 _BEGAN = time.time()
@@ -45,7 +44,6 @@ def pytest_configure() -> None:
     not ignore them."""
     # Tests ask no name server. torch asks for the name of each address that connects, and warns if it finds none.
     os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    os.environ |= CHEAP_FORKS  # for the workers of xdist, which start after this; not for what tests start
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons start here, and each would compile all our files
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,7 +163,7 @@ def _empty_place(tmp_path: Path, _configuration: Path, monkeypatch: pytest.Monke
     # As in an active environment, in which the command is `rankwise`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name in list(os.environ):
-        if name.startswith(_FOREIGN) or name in CHEAP_FORKS:
+        if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)
 
 

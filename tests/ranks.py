@@ -20,7 +20,6 @@ import contextlib
 import faulthandler
 import gc
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -36,23 +35,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Also what the modules of tests import: each rank imports the module of its function, and pytest alone takes longer than the
-# rest. Not what few of them import: a fork takes longer the more memory the process has.
 _SOURCE = Path(__file__).parents[1] / "src"
 _OF_RANKS = ("actions", "checkpoint", "data", "dist", "evaluation", "host", "run", "stop", "sync", "telemetry", "training")
-_OURS = [str(path.relative_to(_SOURCE).with_suffix("")).replace("/", ".") for path in (_SOURCE / "rankwise").glob("*/*.py")]
-_CONTEXT.set_forkserver_preload([
-    *("torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil"),
-    *sorted(name for name in _OURS if name.split(".")[1] in _OF_RANKS),
-])  # fmt: skip
-
-CHEAP_FORKS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""For processes that fork often: with their memory in large pages, a fork takes a third of the time."""
+_OURS = sorted(
+    f"rankwise.{package}.{path.stem}" for package in _OF_RANKS for path in (_SOURCE / "rankwise" / package).glob("[!_]*.py")
+)
+# Also what the modules of tests import: each rank imports the module of its function, and pytest alone takes longer than the
+# rest. Not what few of them import: a fork takes longer the more memory the process has.
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil", *_OURS])
 
 _STACKS = signal.SIGRTMIN + 4
 """On this signal a rank, and each process that is forked from it, writes its stacks."""
@@ -94,7 +88,6 @@ def on_ranks(
             )
             for r in range(n)
         ]
-        _start_the_clean_one()
         for process in processes:
             process.start()
         for _, writer in pipes:
@@ -111,11 +104,6 @@ def on_ranks(
     if errors:
         raise RankError("\n".join(errors))
     return [value for _, value in answers]
-
-
-def _start_the_clean_one() -> None:
-    with mock.patch.dict(os.environ, CHEAP_FORKS):
-        multiprocessing.forkserver.ensure_running()  # nothing if it runs
 
 
 @contextlib.contextmanager
@@ -138,7 +126,6 @@ def scripts_on_ranks(
     with _address() as address, contextlib.ExitStack() as files:
         out = [files.enter_context(_file()) for _ in range(n)]
         started = []
-        _start_the_clean_one()
         for rank, path in enumerate(out):
             environ = {**os.environ, **({**torchrun(rank, n, n), **address} if n > 1 or launched else {})}
             started.append(_CONTEXT.Process(target=_script, args=(environ, str(path), os.getcwd(), argv)))
@@ -249,7 +236,7 @@ def _rank(
     gc.freeze()  # as above
     _write_stacks_into(os.open(stacks, os.O_WRONLY | os.O_APPEND))
     os.chdir(cwd)
-    for name in ("RANKWISE_RUN_DIR", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *CHEAP_FORKS):
+    for name in ("RANKWISE_RUN_DIR", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(environ)
     import torch
