@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from rankwise.host import machine
+
 _BEGAN = time.time()
 
 gc.disable()  # a collection during the imports finds nothing to free, and takes a third of their time
 
-_HAS_GPU = Path("/dev/nvidiactl").exists()
+_HAS_GPU = machine.gpus({}) > 0
 
 _FOREIGN = (
     "RANK",

@@ -74,23 +74,19 @@ def there() -> bool:
     return len([*Path.cwd().glob("there-*")]) == 3
 
 
-def test_ctrl_c_below_mpirun_interrupts_a_script_of_another_library(hosts: Start, launch: New, mpirun: str) -> None:
+@pytest.mark.parametrize(
+    ("signum", "expected", "interrupted"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 0)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_script_of_another_library_gets_below_mpirun_what_the_launcher_got(
+    hosts: Start, launch: New, mpirun: str, signum: int, expected: int, interrupted: int
+) -> None:
     run = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(PLAIN), **AS_ROOT)
     run.until(there, "three ranks")
-    run.signal(signal.SIGINT)
+    run.signal(signum)
     status, out = run.wait()
-    assert status == 130, out
-    assert "SIGINT" in out, out
-    assert len([*Path.cwd().glob("interrupted-*")]) == 3, out
-
-
-def test_sigterm_below_mpirun_ends_a_script_of_another_library_by_sigterm(hosts: Start, launch: New, mpirun: str) -> None:
-    run = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(PLAIN), **AS_ROOT)
-    run.until(there, "three ranks")
-    run.signal(signal.SIGTERM)
-    status, out = run.wait()
-    assert status == 143, out
-    assert not [*Path.cwd().glob("interrupted-*")]
+    assert status == expected, out
+    assert signal.Signals(signum).name in out, out
+    assert len([*Path.cwd().glob("interrupted-*")]) == interrupted, out
 
 
 def test_nothing_runs_on_below_mpirun_when_the_launcher_is_killed(hosts: Start, launch: New, mpirun: str) -> None:
