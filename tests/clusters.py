@@ -1,23 +1,22 @@
 """Real clusters on one machine: Open MPI and MPICH here; Slurm, Grid Engine or ssh over two virtual hosts. Debian, root.
 
-Missing packages are installed. If this, or a network namespace, is not possible, the tests are skipped with the reason. One of
-the three runs at a time, until a test needs another or the session ends; then its hosts and daemons are ended by their process
-ids. Packages remain installed.
+Missing packages are installed. If this, or a namespace, is not possible, the tests are skipped with the reason. One of the
+three runs at a time in a process, until a test needs another or the session ends; then its hosts and daemons are ended by their
+process ids. Packages remain installed; no other file of the machine changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from launched import with_name_servers
@@ -26,7 +25,10 @@ HOSTS = Path(__file__).parent / "cluster" / "hosts"
 ROOT = Path(__file__).parents[1]
 STATE = Path("/run/tc-hosts")
 LOCK = Path("/run/lock/rankwise-tests")
-LOCK_S = 240.0
+"""Held while packages are installed."""
+
+_MOUNTS, _NETWORK = 0x00020000, 0x40000000  # unshare(2)
+_libc = ctypes.CDLL(None, use_errno=True)  # os.unshare is there from Python 3.12 on
 
 Ended = subprocess.CompletedProcess[str]
 Start = Callable[..., Ended]
@@ -43,6 +45,14 @@ def install(*packages: str) -> None:
         if done.returncode == 0 and words == ["install"]:
             return
     pytest.skip(f"{', '.join(packages)} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+
+
+_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
+
+
+def _install_mpi(mpirun: str) -> None:
+    if shutil.which(mpirun) is None:
+        install(_PACKAGES[mpirun])
 
 
 def _installing() -> dict[str, str]:
@@ -63,8 +73,7 @@ def started(*command: str, **environ: str) -> Ended:
 @pytest.fixture(scope="session")
 def openmpi() -> Start:
     """Calls Open MPI's mpirun; there may be more ranks than cores."""
-    if shutil.which("mpirun.openmpi") is None:
-        install("openmpi-bin")
+    _install_mpi("mpirun.openmpi")
     # As root on a machine with few cores. As variables, so that a command line is the same as elsewhere.
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
@@ -79,8 +88,7 @@ def openmpi() -> Start:
 @pytest.fixture(scope="session")
 def mpich() -> Start:
     """Calls MPICH's mpirun."""
-    if shutil.which("mpirun.mpich") is None:
-        install("mpich")
+    _install_mpi("mpirun.mpich")
 
     def mpirun(*words: str, **environ: str) -> Ended:
         return started("mpirun.mpich", *words, **environ)
@@ -97,52 +105,54 @@ _UP = {
 
 
 class _Machine:
-    """The hosts' names, addresses and daemons are those of this machine: only the process that has its lock may use them, for
-    one set of hosts."""
+    """Makes this process's network and files a machine of its own when hosts are first needed, so that other processes can do
+    the same at the same time. One set of hosts is up at a time."""
 
     def __init__(self) -> None:
-        self._lock: TextIO | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._up: str | None = None
         self._lacks: dict[str, str] = {}
 
     def use(self, what: str, session: pytest.Session) -> None:
-        """From now on the hosts are those of `what`. Skips the test without root, if packages cannot be installed, and if hosts
-        of somebody else are up; fails if the hosts do not come up."""
+        """From now on the hosts are those of `what`. Skips the test without root, if packages cannot be installed, and without
+        namespaces; fails if the hosts do not come up."""
         if os.geteuid() != 0:
             pytest.skip("virtual hosts need root")
-        if self._lock is None:
+        if self._guard is None:
             self._begin(session)
         if self._up == what:
             return
         self._down()
         if what not in self._lacks:
             self._up = what
-            script, *words = _UP[what]
-            up = subprocess.run(
-                [HOSTS / script, *words],
-                env=_installing(),
-                capture_output=True,
-                text=True,
-                timeout=400,
-                stdin=subprocess.DEVNULL,
-            )
+            up = _call(*_UP[what])
             if up.returncode == 0:
                 return
             self._down()
-            self._lacks[what] = up.stderr.strip()[-2000:] or f"{script} said nothing"
+            self._lacks[what] = up.stderr.strip()[-2000:] or f"{_UP[what][0]} said nothing"
         if "apt-get install" in self._lacks[what]:
             pytest.skip(self._lacks[what])
         pytest.fail(self._lacks[what], pytrace=False)
 
     def _begin(self, session: pytest.Session) -> None:
-        with contextlib.ExitStack() as unless_held:
-            lock = unless_held.enter_context(open(LOCK, "w"))
-            _take(lock)
-            if STATE.exists():
-                pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; the *-down in {HOSTS} remove them")
-            unless_held.pop_all()
-        self._lock = lock
-        session.addfinalizer(self.end)
+        with open(LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for what, (script, *_) in _UP.items():  # there is no way to the packages from the namespaces
+                if (done := _call(script, "--install")).returncode != 0:
+                    self._lacks[what] = done.stderr.strip()[-2000:]
+            for mpirun in _PACKAGES:
+                with contextlib.suppress(pytest.skip.Exception):
+                    _install_mpi(mpirun)
+        if _libc.unshare(_MOUNTS | _NETWORK) != 0:
+            pytest.skip(f"virtual hosts need namespaces: {os.strerror(ctypes.get_errno())}")
+        subprocess.run([HOSTS / "apart"], check=True, timeout=60)
+        # It outlives this process if that is killed, and then ends what this one started.
+        at_end = 'cat; for down in slurm sge hosts; do "$0/$down-down"; done'
+        with open(os.devnull, "w") as null:
+            self._guard = subprocess.Popen(
+                ["sh", "-c", at_end, HOSTS], stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
+            )
+        session.addfinalizer(self._finish)
 
     def _down(self) -> None:
         if self._up is not None:
@@ -151,13 +161,19 @@ class _Machine:
             subprocess.run([HOSTS / script], check=True, capture_output=True, timeout=120)
 
     def end(self) -> None:
-        """Stop all hosts, so that others may use the machine."""
-        try:
-            self._down()
-        finally:
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+        """Stop all hosts. `use` may start others."""
+        self._down()
+
+    def _finish(self) -> None:
+        self._down()
+        if self._guard is not None:
+            self._guard.communicate(timeout=120)
+
+
+def _call(script: str, *words: str) -> Ended:
+    return subprocess.run(
+        [HOSTS / script, *words], env=_installing(), capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL
+    )
 
 
 _machine = _Machine()  # not a fixture: one that several modules import exists once per module
@@ -197,18 +213,6 @@ def debian_hosts(request: pytest.FixtureRequest) -> Start:
     """The same, but each host's own name is 127.0.1.1, as Debian installs it, and all also have IPv6 addresses."""
     _machine.use("debian", request.session)
     return started
-
-
-def _take(lock: TextIO) -> None:
-    """Wait for other tests on this machine, but not forever: a process that a killed test left may hold the lock."""
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                pytest.fail(f"another run of these tests has held {LOCK} for {LOCK_S:g} s; /proc/locks names its process")
-            time.sleep(0.5)
 
 
 @pytest.fixture

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
 import multiprocessing.forkserver
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from rankwise.host import machine
 
@@ -79,18 +84,32 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
+@functools.cache
+def _groups() -> IO[str]:
+    """Written by the first worker, since only workers collect tests: {test id: group}."""
+    return tempfile.NamedTemporaryFile("r", prefix="rankwise-tests-", suffix=".json")
+
+
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput["groups"] = _groups().name
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
     return _ByHosts(config, log)
 
 
-_ON_HOSTS = ("tests/cluster/", "tests/stress/test_preemptions.py::test_a_preemption_in_a_queue")
-
-
 class _ByHosts(LoadScopeScheduling):
-    """Tests that need virtual hosts run in one worker, one after the other; other tests run in any free worker."""
+    """Tests that need the same virtual hosts run in one worker, one after the other; other tests run in any free worker.
+
+    This is `--dist loadgroup`, which in xdist 3.8 does nothing with pytest 9.2.
+    """
+
+    @functools.cached_property
+    def _group(self) -> dict[str, str]:
+        return dict(json.load(_groups()))
 
     def _split_scope(self, nodeid: str) -> str:
-        return "hosts" if nodeid.startswith(_ON_HOSTS) and "/test_under_mpirun.py" not in nodeid else nodeid
+        return self._group.get(nodeid, nodeid)
 
 
 def pytest_unconfigure() -> None:
@@ -114,8 +133,17 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-_CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
-"""Says which hosts a test needs: a fixture, or the value of a parameter."""
+_GROUPS = {
+    "slurm": "slurm",
+    "slurm_elsewhere": "slurm",
+    "sge": "sge",
+    "debian_hosts": "hosts",
+    "hosts": "hosts",
+    "ssh": "hosts",
+    "openmpi": "hosts",
+    "mpich": "hosts",
+}
+"""The group of a test, by one of its fixtures or the value of a parameter. The tests of a group run in one worker."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -132,16 +160,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for item, mark in stress.items() if mark.kwargs.get("dose") == "whole"}
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=_cluster)
+    needs = {item: _needs(item) for item in items}
+    items.sort(key=lambda item: [None, *_GROUPS].index(needs[item]))  # tests that need no hosts come first
+    worker = getattr(config, "workerinput", {})
+    if worker.get("workerid") == "gw0":
+        groups = {item.nodeid: _GROUPS[what] for item, what in needs.items() if what is not None}
+        Path(worker["groups"]).write_text(json.dumps(groups))
 
 
-def _cluster(item: pytest.Item) -> int:
-    """The index in _CLUSTERS. Tests that need no hosts come first."""
+def _needs(item: pytest.Item) -> str | None:
+    """The key in _GROUPS."""
     if item.get_closest_marker("cluster") is None:
-        return -1
+        return None
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     asked = {*getattr(item, "fixturenames", ()), *(str(getattr(value, "up", value)) for value in values)}
-    return next((number for number, name in enumerate(_CLUSTERS) if name in asked), -1)
+    return next((name for name in _GROUPS if name in asked), None)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ job, and the next attempt resumes. The checks are those of run.py. Exits with 1 
 
 import argparse
 import contextlib
-import fcntl
 import os
 import random
 import subprocess
@@ -35,7 +34,6 @@ from run import (
 )
 
 HOSTS = Path(__file__).parents[2] / "tests" / "cluster" / "hosts"
-LOCK = Path("/run/lock/rankwise-tests")
 SLURM = Launcher(
     lambda folder: [
         *(sys.executable, "-m", "rankwise", "run", "--on", "slurm", "--requeue", "--time", "60", "--wait"),
@@ -119,13 +117,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([HOSTS / "slurm-up", str(RANKS), "--gpus", "0", "--", "--no-ssh", "--debian-hosts"], check=True)
-        try:
-            return judged(lambda folder: print(trial(folder, options.stops, options.steps)), Path("/tmp"))
-        finally:
-            subprocess.run([HOSTS / "slurm-down"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([HOSTS / "slurm-up", str(RANKS), "--gpus", "0", "--", "--no-ssh", "--debian-hosts"], check=True)
+    try:
+        return judged(lambda folder: print(trial(folder, options.stops, options.steps)), Path("/tmp"))
+    finally:
+        subprocess.run([HOSTS / "slurm-down"], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ def measure(library: str, places: list[Place], python: str, folder: Path) -> dic
 
 
 def main() -> int:
-    clusters.LOCK_S = 3600.0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then clusters are stopped too
     python, libraries = sys.argv[1], sys.argv[2:] or LIBRARIES
     folder = Path(tempfile.mkdtemp(prefix="truth-", dir="/tmp"))

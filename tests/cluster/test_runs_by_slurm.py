@@ -186,10 +186,9 @@ def test_a_queued_run_has_a_rank_for_each_gpu_that_it_asked_for(slurm: Start, la
 def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm: Start, launch: New) -> None:
     """If Python is missing on the second node, and if srun itself is killed."""
     write(FOR_EVER)
-    subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/scratch/venv"), check=True)
-    there = on(
-        "node1", "env", f"PYTHONPATH={':'.join(filter(None, sys.path))}", "salloc", "-N2", "/scratch/venv/bin/python", *RUN[1:]
-    )
+    subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/run/scratch/venv"), check=True)
+    path = f"PYTHONPATH={':'.join(filter(None, sys.path))}"
+    there = on("node1", "env", path, "salloc", "-N2", "/run/scratch/venv/bin/python", *RUN[1:])
     cut = launch(*there, "--nproc", "1", "train.py")
     status, out = cut.wait()
     assert status in (143, 137), out  # srun ends its other tasks by SIGTERM, and by SIGKILL if this takes long

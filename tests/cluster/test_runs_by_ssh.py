@@ -151,8 +151,8 @@ def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_
 
 def test_what_a_host_lacks_is_one_line_and_nothing_runs(hosts: Start, launch: New, monkeypatch: pytest.MonkeyPatch) -> None:
     write(TELL)
-    subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/scratch/venv"), check=True)
-    own = on("node1", "env", f"PYTHONPATH={':'.join(filter(None, sys.path))}", "/scratch/venv/bin/python", *RUN[1:])
+    subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/run/scratch/venv"), check=True)
+    own = on("node1", "env", f"PYTHONPATH={':'.join(filter(None, sys.path))}", "/run/scratch/venv/bin/python", *RUN[1:])
     cases = [
         ([*RUN, "-H", "node1,nosuch"], "node 1 (nosuch) did not start: there is no host nosuch ("),
         (
@@ -180,18 +180,18 @@ def test_what_a_host_lacks_is_one_line_and_nothing_runs(hosts: Start, launch: Ne
 def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: Start, launch: New) -> None:
     source = "import os, sys\nprint('rank', os.environ['RANK'])\nsys.exit(3 * (os.environ['RANK'] == '1'))\n"
     script = str(Path(write(source)).absolute())
-    words = ["sh", "-c", 'cd /scratch/here && exec "$@"', "sh", *RUN, "-H", "node1:1,node2:1", "train.py"]
-    subprocess.run(on("node1", "sh", "-c", "mkdir -p /scratch/here && cp $0 /scratch/here", script), check=True)
+    words = ["sh", "-c", 'cd /run/scratch/here && exec "$@"', "sh", *RUN, "-H", "node1:1,node2:1", "train.py"]
+    subprocess.run(on("node1", "sh", "-c", "mkdir -p /run/scratch/here && cp $0 /run/scratch/here", script), check=True)
     status, out = launch(*on("node1", *words)).wait()
     assert status == 1
     assert out.splitlines()[1:] == [
-        "rankwise: node 1 (node2) did not start: node2 has no /scratch/here (no such file or directory), the folder of "
+        "rankwise: node 1 (node2) did not start: node2 has no /run/scratch/here (no such file or directory), the folder of "
         "the script: every host needs it at the same path, on a shared file system or as a copy"
     ]
-    subprocess.run(on("node2", "sh", "-c", "mkdir -p /scratch/here && cp $0 /scratch/here", script), check=True)
+    subprocess.run(on("node2", "sh", "-c", "mkdir -p /run/scratch/here && cp $0 /run/scratch/here", script), check=True)
     status, out = launch(*on("node1", *words)).wait()
     assert status == 3, out
-    folder = "/scratch/here/runs/train"
+    folder = "/run/scratch/here/runs/train"
     assert f"rankwise: node2: this host does not see {folder}: the logs of its ranks are here, in {folder}" in out.splitlines()
     assert out.splitlines()[-2:] == [
         "rankwise: rank 1 exited with status 3, on node2",
@@ -205,7 +205,7 @@ def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_l
     hosts: Start, launch: New
 ) -> None:
     """The first host is reinstalled: its part of the run is lost, its world.json and its checkpoints."""
-    words = [*TORCH, "-H", "node1:1,node2:1", "--run-dir", "/scratch/run", "--checkpoint-scope", "node", write(TRAIN)]
+    words = [*TORCH, "-H", "node1:1,node2:1", "--run-dir", "/run/scratch/run", "--checkpoint-scope", "node", write(TRAIN)]
     run = launch(*on("node1", *words, "150"))
     wait_for(lambda: len(steps()) > 30, "some steps")
     below = psutil.Process(run.process.pid).children(recursive=True)  # the host itself sees other processes
@@ -213,9 +213,10 @@ def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_l
     status, out = run.wait()
     assert status == 130, out
     stopped = steps()[-1]
-    saved = [subprocess.run(on(host, "ls", "/scratch/run/checkpoints"), capture_output=True, text=True) for host in TWO_NAMES]
+    shown = "ls", "/run/scratch/run/checkpoints"
+    saved = [subprocess.run(on(host, *shown), capture_output=True, text=True) for host in TWO_NAMES]
     assert [done.stdout.split()[-1] for done in saved] == [f"step-{stopped:08d}"] * 2
-    subprocess.run(on("node1", "rm", "-r", "/scratch/run"), check=True)
+    subprocess.run(on("node1", "rm", "-r", "/run/scratch/run"), check=True)
     status, out = launch(*on("node1", *words, "150")).wait()
     assert status == 0, out
     assert f"copying step-{stopped:08d} (" in out

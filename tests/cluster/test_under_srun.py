@@ -54,8 +54,8 @@ def test_mpirun_in_a_slurm_job_starts_one_world_over_its_hosts(
 def test_a_folder_that_the_hosts_do_not_share_is_an_error_that_says_so_and_what_to_type(slurm: Start) -> None:
     Path("here.py").write_text(
         "import os, sys, rankwise\n"
-        "os.makedirs('/scratch/here', exist_ok=True)\n"  # each host has its own
-        "os.chdir('/scratch/here'); os.environ['HOME'] = '/scratch'\n"
+        "os.makedirs('/run/scratch/here', exist_ok=True)\n"  # each host has its own
+        "os.chdir('/run/scratch/here'); os.environ['HOME'] = '/run/scratch'\n"
         "try: rankwise.init(join_timeout_s=7)\n"
         "except rankwise.RankwiseError as error: sys.exit(str(error))\n"
     )
@@ -63,11 +63,11 @@ def test_a_folder_that_the_hosts_do_not_share_is_an_error_that_says_so_and_what_
     assert done.returncode != 0
     assert "rank 1 of 2 (slurm) did not connect to rank 0 within 7 s; rank 0 listens on node1" in done.stderr
     assert "rankwise: rank 0 has waited 5 s for rank 1 of 2 (slurm)" in done.stderr
-    assert "rank 1 of 2 (slurm) has not found rank 0 within 7 s: /scratch/here/.rankwise/slurm-tc-" in done.stderr
+    assert "rank 1 of 2 (slurm) has not found rank 0 within 7 s: /run/scratch/here/.rankwise/slurm-tc-" in done.stderr
     assert "no such file or directory (as seen on node2)" in done.stderr
     assert 'rankwise.init(rdzv="HOST:PORT")' in done.stderr
     there = "import rankwise\nprint(rankwise.init(rdzv='node1:29511', join_timeout_s=30).world_size)"
-    Path("there.py").write_text(f"import os; os.chdir('/scratch')\n{there}")
+    Path("there.py").write_text(f"import os; os.chdir('/run/scratch')\n{there}")
     cured = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, "there.py")
     assert cured.stdout.split() == ["2", "2"], cured.stderr
 
