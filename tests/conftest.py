@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import json
@@ -120,8 +121,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """What was skipped and the command for it, and what took how long."""
     if config.option.markexpr in config.getini("addopts"):  # the default tier: the user has chosen no other
         terminalreporter.write_line(
-            "left out: real Slurm, Grid Engine, Open MPI, MPICH and ssh hosts (needs root on Debian), and stress; to run them, "
-            f'type: {Path(sys.executable)} -m pytest -m "cluster or stress"'
+            "left out: real Slurm, Grid Engine, Open MPI, MPICH and ssh hosts (needs root on Debian), stress, and some of the "
+            f'cases that take long; to run them, type: {Path(sys.executable)} -m pytest -m "cluster or stress"'
         )
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     wall_s = time.time() - _BEGAN
@@ -146,12 +147,14 @@ _GROUPS = {
 """The group of a test, by one of its fixtures or the value of a parameter. The tests of a group run in one worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need the same hosts run one after the other, wherever they are: to start other hosts takes seconds each time.
 
     The whole dose of a stress test has no time limit. The small dose excludes tests marked `stress(dose="whole")`, which only
     try more of what other tests have tried.
     """
+    _thin_out(items)
     stress = {item: mark for item in items if (mark := item.get_closest_marker("stress")) is not None}
     if config.getoption("dose") == "whole":
         for item in stress:
@@ -166,6 +169,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if worker.get("workerid") == "gw0":
         groups = {item.nodeid: _GROUPS[what] for item, what in needs.items() if what is not None}
         Path(worker["groups"]).write_text(json.dumps(groups))
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Of each test marked `one_in(k)`, leave the first of k cases as it is, and mark the others `stress`.
+
+    The first, so that a case that is asked for by its id is never left out.
+    """
+    cases = collections.Counter[tuple[object, str]]()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is None or item.get_closest_marker("stress") is not None:
+            continue
+        (k,), test = mark.args, (item.parent, item.originalname)  # type: ignore[attr-defined]
+        if cases[test] % k != 0:
+            item.add_marker("stress")
+        cases[test] += 1
 
 
 def _needs(item: pytest.Item) -> str | None:

@@ -35,6 +35,7 @@ def launched(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
+@pytest.mark.one_in(2)
 def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
     Path("readme.py").write_text(PYTHON[number])
     for ranks in (2, 1):
@@ -71,12 +72,13 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
 """The arguments of each, and a text that it prints."""
 
 
-BY_THE_COMMAND = ("01_torchrun_script.py", "04_gpt.py")
-"""A script that destroys its process group, after which a separate process sometimes aborts in gloo, and the README's demo. The
+BY_THE_COMMAND = ("04_gpt.py", "01_torchrun_script.py")
+"""The README's demo, and a script that destroys its process group, after which a separate process sometimes aborts in gloo. The
 other scripts differ only in what they train: their ranks are forked."""
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])
+@pytest.mark.one_in(3)
 def test_an_example_runs_on_two_ranks(example: str) -> None:
     words, said = EXAMPLES[example]
     main, _ = scripts_on_ranks(2, str(ROOT / "examples" / example), *words)
@@ -85,6 +87,7 @@ def test_an_example_runs_on_two_ranks(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])
+@pytest.mark.one_in(3)
 def test_an_example_runs_as_plain_python(example: str) -> None:
     words, said = EXAMPLES[example]
     [done] = scripts_on_ranks(1, str(ROOT / "examples" / example), *words)
@@ -93,6 +96,7 @@ def test_an_example_runs_as_plain_python(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", BY_THE_COMMAND)
+@pytest.mark.one_in(2)
 def test_an_example_runs_by_the_readmes_command(example: str) -> None:
     words, said = EXAMPLES[example]
     done = launched("--nproc", "2", "--start-method", "fork", str(ROOT / "examples" / example), *words)

@@ -727,6 +727,7 @@ def test_an_error_of_ours_is_told_once_though_every_rank_raises_it(launch) -> No
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.one_in(2)
 def test_a_dataset_that_raises_at_one_index_is_told_with_the_sample_on_the_rank_that_drew_it(launch, workers: int) -> None:
     script = f"""
 import torch, rankwise

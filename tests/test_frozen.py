@@ -86,6 +86,7 @@ def steps(run: Path) -> list[tuple[int, int]]:
     ("kind", "ranks"),
     [*((kind, ranks) for kind, ranks in train.RANKS.items() if kind != "node"), ("alone", 2), ("sharded", 1)],
 )
+@pytest.mark.one_in(2)
 def test_a_training_goes_on_from_its_checkpoint_to_the_weights_of_the_unbroken_one(
     kind: str, ranks: int, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ time.sleep(600)
     ],
     ids=["raises", "killed", "left"],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_the_verdict_is_said_with_the_ranks_status_though_it_cannot_be_recorded(
     rankwise, tmp_path: Path, fault: str, status: int, said: str
 ) -> None:

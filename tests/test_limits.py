@@ -203,6 +203,7 @@ def test_a_rank_that_does_not_come_out_of_the_kernel_is_told_while_the_run_goes_
     assert run.process.wait(timeout=25) == 1
 
 
+@pytest.mark.stress
 def test_a_rank_that_no_signal_ends_is_the_cause_when_there_is_no_other(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "raise RuntimeError('Timed out waiting 6000ms for recv')", "--max-restarts", "3")
     (run.folder / "go").touch()
@@ -213,6 +214,7 @@ def test_a_rank_that_no_signal_ends_is_the_cause_when_there_is_no_other(launch, 
     assert len(run.run.attempts()) == 1  # it would hold what a restart needs
 
 
+@pytest.mark.stress
 def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "pass")
     run.process.send_signal(2)
@@ -353,6 +355,7 @@ def test_ranks_that_may_not_be_started_are_one_line_with_the_count_of_processes(
 
 
 @pytest.mark.parametrize("more", [5, 6])  # the launcher and its thread, the agent, the warm process, its fork, one rank
+@pytest.mark.one_in(2)
 def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_and_run_once(plain_user, more: int) -> None:
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
     done = plain_user(more, source, "--start-method", "fork")

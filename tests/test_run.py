@@ -110,6 +110,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(laun
         ("resource.setrlimit(resource.RLIMIT_AS, (1 << 28, -1)); x = bytearray(1 << 32)", 1, "raised MemoryError"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_the_exit_status_is_that_of_the_rank_that_is_the_cause(launch, death: str, status: int, said: str) -> None:
     run = launch(f"import os, resource, signal, sys, time\nif os.environ['RANK'] == '1': {death}\ntime.sleep(600)")
     assert run.wait() == status
@@ -117,6 +118,7 @@ def test_the_exit_status_is_that_of_the_rank_that_is_the_cause(launch, death: st
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.one_in(2)
 def test_the_path_of_the_script_stays_right_when_it_changes_its_folder(launch, tmp_path: Path, method: str) -> None:
     (tmp_path / "out").mkdir()
     lines = ["import inspect, os", "os.chdir('out')", "print(__file__, inspect.getsource(inspect.currentframe())[:6])", "1 / 0"]
@@ -362,6 +364,7 @@ def test_a_signal_to_one_rank_stops_all_and_saves(launch) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.one_in(2)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch, tmp_path: Path, signum: int) -> None:
     run = launch(GATE, options=("--nproc", "3"))
     wait_for(lambda: len(list(tmp_path.glob("joined-*"))) == 3, "the loop")

@@ -37,6 +37,7 @@ dist.all_reduce(torch.ones(1))
     ],
     ids=["an endless loop", "a sleep", "a C call that holds the GIL", "a lock", "a subprocess"],
 )
+@pytest.mark.one_in(2)
 def test_the_late_rank_is_named_with_its_line_and_those_that_wait_with_theirs(launch, reason: str, said: str) -> None:
     run = launch(STALL.replace("REASON", reason), options=("--nproc", "2", "--stall-warn", "1"))
     line = wait_for(lambda: [line for line in run.output().splitlines() if "no progress for" in line], "a verdict")[0]

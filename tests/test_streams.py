@@ -23,6 +23,7 @@ def in_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.one_in(2)
 def test_a_run_without_a_standard_stream_is_a_run_like_any_other(closed: str) -> None:
     Path("train.py").write_text(
         "import os, sys\nprint(sys.stdin.read(), os.environ['RANK'])\nif os.environ['RANK'] == '1': sys.exit(3)\n"

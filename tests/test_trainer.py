@@ -225,6 +225,7 @@ MORE = {"accumulate": 2, "num_workers": 1, "precision": "bf16"}
         (2, {"reduction": "ddp"}), (3, {"reduction": "ddp"}), (4, {"reduction": "ddp"}), (3, {"reduction": "ddp", **MORE}),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_a_stopped_run_ends_bit_for_bit_as_the_unbroken_one(n: int, settings: dict[str, Any], tmp_path: Path) -> None:
     """With only 2 ranks the test would be blind: a + b commutes."""
     stops = (1, 3, 4, 6, 9) if not settings else (3,)
@@ -490,7 +491,8 @@ def exact_figures(parameters: Flat, samples: int) -> dict[str, float]:
     return {f"eval_{name}": float(total) / float(count) for name, (total, count) in figures.items() if name != "number"}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 1, 3])
+@pytest.mark.one_in(3)
 def test_evaluation_is_over_every_sample_once(n: int, tmp_path: Path) -> None:
     answers = on_ranks(n, evaluate_on_ranks, tmp_path)
     for name in answers[0]:
@@ -894,6 +896,7 @@ def fitted_again(folder: Path, name: str, falls: bool) -> tuple[Flat, list[tuple
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.one_in(2)
 def test_a_second_fit_after_an_exception_trains_as_if_nothing_had_been(n: int, name: str, tmp_path: Path) -> None:
     for (one, losses_one), (other, losses_other) in zip(
         on_ranks(n, fitted_again, tmp_path, name, False), on_ranks(n, fitted_again, tmp_path, name, True), strict=True
@@ -976,6 +979,7 @@ def in_channels_last(folder: Path, kind: str) -> list[Flat]:
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.one_in(2)
 def test_another_memory_format_in_mid_training_or_after_a_resume_changes_nothing(n: int, kind: str, tmp_path: Path) -> None:
     for plain, *others in on_ranks(n, in_channels_last, tmp_path, kind):
         for other in others:
@@ -1035,7 +1039,8 @@ def trained_by_each_kind(folder: Path) -> list[Flat]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2, 1])
+@pytest.mark.one_in(2)
 def test_optimizers_that_wrap_others_or_keep_more_train_as_plain_ones(n: int, tmp_path: Path) -> None:
     for found in on_ranks(n, trained_by_each_kind, tmp_path):
         assert [np.array_equal(found[0], other) for other in found[1:]] == [True] * (len(KINDS) - 1)
@@ -1116,6 +1121,7 @@ def compiled(folder: Path, reduction: str) -> tuple[Flat, Flat, list[str]]:
 
 
 @pytest.mark.parametrize("reduction", ["flat", "ddp"])
+@pytest.mark.one_in(2)
 def test_a_compiled_model_trains_alike_and_is_saved_under_its_own_names(reduction: str, tmp_path: Path) -> None:
     for plain, ours, names in on_ranks(2, compiled, tmp_path, reduction):
         assert np.abs(plain - ours).max() < 1e-9

@@ -546,6 +546,7 @@ def probed_and_not(folder: Path, make_sync: Any, width: int) -> tuple[Flat, Flat
     [(1, AllReduce, 8), (1, AllReduce, 4000), (2, AllReduce, 8), (2, OVERLAPPING, 8), (2, LOCAL, 8)],
     ids=["one buffer", "in place", "two ranks", "in buckets", "local"],
 )
+@pytest.mark.one_in(2)
 def test_a_backward_pass_of_an_evaluation_or_an_action_is_no_part_of_the_next_step(
     n: int, make_sync: Any, width: int, tmp_path: Path
 ) -> None:
@@ -596,6 +597,7 @@ def grown(folder: Path, make_sync: Any) -> tuple[list[Flat], list[int]]:
 
 
 @pytest.mark.parametrize("make_sync", [AllReduce, LOCAL], ids=["all-reduce", "local"])
+@pytest.mark.one_in(2)
 def test_a_buffer_whose_shape_differs_between_ranks_stays_as_it_is_on_each(make_sync: Any, tmp_path: Path) -> None:
     for rank, ((unbroken, resumed), sizes) in enumerate(on_ranks(2, grown, tmp_path, make_sync)):
         assert np.array_equal(unbroken, resumed)

@@ -54,6 +54,7 @@ def fitted(data: Any, run_dir: Path, **settings: Any) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.one_in(2)
 def test_a_stream_trains_to_the_same_model_on_any_number_of_ranks(workers: int, tmp_path: Path) -> None:
     ((alone, metrics, steps, said),) = on_ranks(1, fitted, Stream(13), tmp_path / "1", max_epochs=2)
     assert steps == 6
@@ -149,6 +150,7 @@ def fitted_by(run_dir: Path, policy: str, max_epochs: int, max_steps: int | None
 
 
 @pytest.mark.parametrize("policy", ["join", "stop"])
+@pytest.mark.one_in(2)
 def test_uneven_streams_train_as_one_process_on_what_all_ranks_have_in_a_step(policy: str, tmp_path: Path) -> None:
     for n in (1, 2, 3):
         expected, steps = plain_loop(n, policy, 2)
@@ -169,6 +171,7 @@ def stopped_and_resumed_by(run_dir: Path, policy: str) -> tuple[list[float], int
 
 
 @pytest.mark.parametrize("policy", ["join", "pad"])
+@pytest.mark.one_in(2)
 def test_uneven_streams_go_on_in_the_middle_of_an_epoch_as_if_they_had_not_stopped(policy: str, tmp_path: Path) -> None:
     resumed = on_ranks(3, stopped_and_resumed_by, tmp_path / "a", policy)
     unbroken_runs = on_ranks(3, fitted_by, tmp_path / "b", policy, 3)

@@ -138,6 +138,7 @@ def test_a_rank_that_fails_elsewhere_is_the_cause_and_ends_all(agents: New) -> N
 
 
 @pytest.mark.parametrize("tee", ["main", "all"])
+@pytest.mark.one_in(2)
 def test_what_ranks_print_elsewhere_is_shown_here_whole(agents: New, tee: str) -> None:
     source = "for i in range(50000):\n    print(i, 'x' * 80)\n"
     status, out = agents().start(source, A, B, tee=tee).wait()

@@ -172,6 +172,7 @@ print("the last line", flush=True)
 
 
 @pytest.mark.parametrize("starter", [["python"], ["rankwise", "run", "--nproc", "1"]], ids=["python", "rankwise"])
+@pytest.mark.one_in(2)
 def test_a_program_whose_last_save_fails_after_its_last_line_ends_with_that_error(starter: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDS)
     command = [sys.executable, *(["-m", *starter] if starter[0] == "rankwise" else []), "train.py"]
@@ -467,6 +468,7 @@ def resumed_from_each(folder: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.one_in(2)
 def test_each_checkpoint_that_was_written_behind_the_loop_leads_to_the_same_end(n: int, tmp_path: Path) -> None:
     assert on_ranks(n, resumed_from_each, tmp_path) == [[True] * 7] * n
 

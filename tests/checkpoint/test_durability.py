@@ -98,6 +98,7 @@ def before_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Non
 
 
 @pytest.mark.parametrize("outcome", ["lazy", "hasty"])
+@pytest.mark.one_in(2)
 def test_after_a_power_cut_at_any_moment_the_last_finished_save_is_there(
     disk: Disk, outcome: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,7 @@ def test_one_of_the_same_name_and_other_content_is_replaced_by_that_of_the_lowes
 
 
 @pytest.mark.parametrize("disk", ["a", "b"])
+@pytest.mark.one_in(2)
 def test_a_damaged_one_is_had_from_a_node_where_it_is_whole(disk: str, tmp_path: Path) -> None:
     saved_apart(tmp_path)
     path = tmp_path / disk / "checkpoints" / "step-00000003" / "model.pt"

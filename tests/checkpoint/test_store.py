@@ -340,6 +340,7 @@ def save_for_ever(folder: Path, pipe: Any, background: bool) -> None:
         checkpoints.save(of_step(step, 20_000), step)
 
 
+@pytest.mark.one_in(2)
 def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_alone(folder: Path, background: bool) -> None:
     context = multiprocessing.get_context(ranks._CONTEXT.get_start_method())
     rng = random.Random(0)
@@ -415,6 +416,7 @@ def moments_of_death(folder: Path, steps: tuple[int, ...], background: bool) -> 
     assert at_event > 10
 
 
+@pytest.mark.one_in(2)
 def test_a_writer_killed_at_any_of_its_file_operations_leaves_a_whole_checkpoint(folder: Path, background: bool) -> None:
     newest = 1
     for _ in moments_of_death(folder, (2, 3), background):  # the second save prunes
@@ -437,6 +439,7 @@ def test_a_writer_killed_while_it_replaces_a_step_leaves_a_whole_checkpoint(fold
 
 
 @pytest.mark.parametrize("kind", ["one tensor", "many tensors", "text", "numbers"])
+@pytest.mark.one_in(3)
 def test_a_full_disk_is_an_error_in_bytes_and_leaves_all_as_it_was(small_disk: Path, kind: str, background: bool) -> None:
     folder = small_disk / "checkpoints"
     checkpoints = Checkpoints(folder, background=background)

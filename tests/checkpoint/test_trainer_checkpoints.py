@@ -84,6 +84,7 @@ def damaged_and_resumed(folder: Path, name: str) -> tuple[list[float], dict[str,
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.one_in(3)
 def test_a_trainer_goes_on_from_the_checkpoint_before_one_with_a_damaged_file(name: str, tmp_path: Path) -> None:
     [(unbroken, ends)] = on_ranks(1, damaged_and_resumed, tmp_path, name)
     assert set(ends) == set(DAMAGES)

@@ -214,6 +214,7 @@ AN_EVALUATION = """\
     ],
     ids=["seen", "given by name", "with an evaluation by a loader", "the same inputs on purpose", "sparse"],
 )
+@pytest.mark.one_in(2)
 def test_batches_that_each_rank_makes_itself_are_no_mistake(
     change: tuple[str, str], samples: str, why: str, tested: Tested
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_gpt_passes(tested: Tested) -> None:
 
 
 @pytest.mark.parametrize("loop", ["ddp", "parts"])
+@pytest.mark.one_in(2)
 def test_a_loop_of_ones_own_passes(loop: str, tested: Tested) -> None:
     status, checks, told = tested(BY_HAND if loop == "ddp" else EXAMPLES / "02_own_loop.py")
     assert status == 0, told
@@ -407,6 +409,7 @@ def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str],
 @pytest.mark.parametrize(
     ("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside"), (1, "weight norm"), (1, "compiled")]
 )
+@pytest.mark.one_in(2)
 def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int, honest: str) -> None:
     assert on_ranks(ranks, _asked_on_a_rank, honest) == [([], True)] * ranks
 
@@ -423,6 +426,7 @@ def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(r
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_each_strategy_is_tested_by_what_it_promises(strategy: str) -> None:
     assert on_ranks(2, _asked_on_a_rank, "", strategy) == [([], True)] * 2
 
@@ -455,6 +459,7 @@ def test_a_strategy_that_breaks_its_promise_is_named(bug: str, strategy: str, ch
         ("frozen not saved", "resume"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None:
     told = on_ranks(2, _asked_on_a_rank, bug)
     assert all(check in failed and same for failed, same in told), told

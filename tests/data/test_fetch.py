@@ -113,6 +113,7 @@ class Never(Noise):
         Augmented, Delegates,
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_augmented_samples_are_the_same_on_any_number_of_workers_and_ranks(kind: Any) -> None:
     expected = samples_of(kind(13), 1)
     assert len(expected) == 26
@@ -480,6 +481,7 @@ def spawned() -> tuple[dict[tuple[int, int], list[float]], list[int]]:
     return samples_of(AsksForEach(6), 1, workers=1, max_epochs=1), flat(all_of(Shuffles(13), 1, workers=1))
 
 
+@pytest.mark.stress
 def test_workers_may_be_spawned() -> None:
     from test_stream import Shuffles
 

@@ -79,6 +79,7 @@ def reference(samples: int, size: int, seed: int, epochs: int, drop_last: bool =
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_each_sample_of_an_epoch_once_and_one_order_on_every_number_of_ranks(kind: str) -> None:
     for samples, size, accumulate, drop_last in itertools.product((1, 4, 13, 32), (1, 4, 5, 8, 40), (1, 2, 3), (False, True)):
         if drop_last and samples < size:

@@ -71,6 +71,7 @@ def test_any_number_of_samples_gives_equal_steps_and_shares_that_differ_by_one(s
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("before", RANKS)
+@pytest.mark.one_in(3)
 def test_a_stop_anywhere_resumes_bit_for_bit_and_on_other_ranks_with_the_rest_once(cut: str, before: int) -> None:
     ways = CUTS[cut]
     whole = per_rank(split(before, **ways))
@@ -91,6 +92,7 @@ def test_a_stop_anywhere_resumes_bit_for_bit_and_on_other_ranks_with_the_rest_on
 
 
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.one_in(2)
 def test_an_epoch_may_be_divided_again_and_again(cut: str) -> None:
     chance = np.random.default_rng(0)
     for _ in range(12):

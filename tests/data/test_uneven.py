@@ -93,6 +93,7 @@ def all_cases(workers: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("n", "workers"), [(1, 0), (2, 0), (3, 0), (3, 2)])
+@pytest.mark.one_in(2)
 def test_all_ranks_take_the_steps_of_the_policy_and_know_its_end(n: int, workers: int) -> None:
     answers = on_ranks(n, all_cases, workers)
     assert len(answers[0]) >= (25 if workers == 0 else 3)
@@ -125,6 +126,7 @@ def resumed(policy: str, drop_last: bool) -> list[tuple[int, Any, Any]]:
 
 
 @pytest.mark.parametrize(("policy", "drop_last"), POLICIES)
+@pytest.mark.one_in(2)
 def test_uneven_streams_go_on_anywhere_as_if_they_had_not_stopped(policy: str, drop_last: bool) -> None:
     for answers in on_ranks(3, resumed, policy, drop_last):
         assert len(answers) > 5

@@ -124,7 +124,8 @@ NOT_ALONE = (*NOT_HERE, *OF_BUFFERS, "_push_all_rebuilt_params", "_rebuild_bucke
 are those of all ranks, and gradients of one dtype are in one tensor."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.one_in(2)
 def test_a_training_without_a_private_name_has_the_same_result_and_the_main_rank_says_why(ranks: int, tmp_path: Path) -> None:
     for rank, found in enumerate(on_ranks(ranks, result_without, [NONE, *private_names.NAMES], tmp_path, timeout_s=120.0)):
         (expected, usual), *others = found

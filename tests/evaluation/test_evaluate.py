@@ -160,7 +160,8 @@ def by_all_of_them() -> tuple[list[dict[str, float]], dict[str, float], dict[str
     return by_torchmetrics(), by_a_collection(), by_an_object_that_would_wait()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])  # one test, because each rank imports torchmetrics, which takes a second
+@pytest.mark.parametrize("n", [2, 1, 3])  # one test, because each rank imports torchmetrics, which takes a second
+@pytest.mark.one_in(3)
 def test_metrics_of_torchmetrics_and_collections_are_those_of_one_process_and_none_waits_for_other_ranks(n: int) -> None:
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
     with warnings.catch_warnings():
@@ -241,6 +242,7 @@ def distinct(kind: type[Words], samples: int = 29) -> tuple[dict[str, float], li
 
 @pytest.mark.parametrize("kind", [Merged, Moves, Communicates])
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.one_in(2)
 def test_an_object_of_ones_own_is_merged_or_communicates_itself(kind: type[Words], n: int) -> None:
     for samples in SIZES:
         answers = on_ranks(n, distinct, kind, samples)

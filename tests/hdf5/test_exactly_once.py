@@ -63,6 +63,7 @@ def stopped_and_resumed(dataset: HDF5Dataset, before: int, after: int, stop: int
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("before", RANKS)
+@pytest.mark.one_in(3)
 def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: HDF5Dataset, cut: str, before: int) -> None:
     ways = {**CUTS[cut], "max_epochs": 2, "seed": 5}
     whole = steps_of(loaders(dataset, 1, **ways))
@@ -99,6 +100,7 @@ def test_each_rank_opens_its_own_files_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("before", RANKS)
+@pytest.mark.one_in(3)
 def test_the_same_where_each_rank_reads_its_own_files(dataset: HDF5Dataset, cut: str, before: int) -> None:
     ways = {**CUTS[cut], "max_epochs": 2, "seed": 5, "split": "files"}
     whole = steps_of(loaders(dataset, before, **ways))

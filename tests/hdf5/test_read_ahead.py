@@ -196,6 +196,7 @@ def test_no_descriptor_is_left(files: list[str], kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("ways", [{}, {"shuffle": Blocks(4, 3)}, {"num_workers": 1}, {"prefetch_factor": 3}])
+@pytest.mark.one_in(2)
 def test_batches_are_the_same_with_a_cold_cache(files: list[str], ways: dict[str, Any], kernel: Kernel) -> None:
     (loader,) = loaders(HDF5Dataset(files), 1, **ways)
     numbers = []

@@ -297,6 +297,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize(("source", "job", "status"), [(SAVES, 0, 75), ("raise SystemExit(75)", 75, 75)])
+@pytest.mark.one_in(2)
 def test_a_stop_that_has_saved_is_no_failed_job_and_still_the_status_of_who_waits(
     rankwise: Run, fake: FakeSlurm, source: str, job: int, status: int
 ) -> None:

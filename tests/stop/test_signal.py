@@ -46,6 +46,7 @@ def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("who", "signum"), [(0, signal.SIGTERM), (2, signal.SIGUSR1), (1, signal.SIGUSR2), (2, signal.SIGINT)])
+@pytest.mark.one_in(3)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_without_an_agent(who: int, signum: int, together: bool) -> None:
     answers = on_ranks(3, loop, who, signum, 20, together)
     assert len(set(answers)) == 1
@@ -56,6 +57,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_without_an_agent(who
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("who", [0, 1, 2, 3])
+@pytest.mark.one_in(3)
 def test_a_signal_to_one_rank_stops_all_nodes_after_the_same_step_without_an_agent(who: int, together: bool) -> None:
     answers = on_ranks(4, loop, who, signal.SIGUSR1, 20, together, environ=[torchrun(r, 4, 2) for r in range(4)])
     assert len(set(answers)) == 1

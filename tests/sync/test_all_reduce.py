@@ -145,6 +145,7 @@ def all_configurations(overlap: bool | None) -> dict[tuple[int, float | None, fl
 
 
 @pytest.mark.parametrize(("n", "overlap"), [(1, None), *itertools.product((2, 3, 4), WAYS)])
+@pytest.mark.one_in(3)
 def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, overlap: bool | None) -> None:
     answers = on_ranks(n, all_configurations, overlap)
     for clip in CLIP:

@@ -260,6 +260,7 @@ def with_skipped_steps(name: str, skipped: str) -> tuple[list[bool], list[float]
 
 @pytest.mark.parametrize("skipped", ["no samples", "not finite"])
 @pytest.mark.parametrize("name", ["int8", "bf16", "powersgd:1"])
+@pytest.mark.one_in(2)
 def test_a_skipped_step_loses_nothing_of_what_is_kept(name: str, skipped: str) -> None:
     for (_, expected), (stepped, weights) in zip(
         on_ranks(2, with_skipped_steps, name, ""), on_ranks(2, with_skipped_steps, name, skipped), strict=True

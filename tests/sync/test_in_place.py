@@ -72,6 +72,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_tied_and_frozen_ones_a
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "local-sgd:3", "diloco:3:int8"])
+@pytest.mark.one_in(3)
 def test_strategies_whose_ranks_step_alone_train_under_every_condition(name: str) -> None:
     for found in on_ranks(2, always, wrong, name):
         assert found == []

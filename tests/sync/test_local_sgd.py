@@ -103,6 +103,7 @@ def identities() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.one_in(2)
 def test_averaging_strategies_are_each_other_and_all_reduce_where_they_should_be(n: int) -> None:
     for found in on_ranks(n, identities):
         assert {name: value for name, value in found.items() if value >= 1e-10} == {}
@@ -231,6 +232,7 @@ def all_resumed(cuts: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(("n", "cuts"), [(2, (2, 4, 9)), (3, (6,))])
+@pytest.mark.one_in(2)
 def test_a_resume_between_two_averages_is_bit_equal_to_the_unbroken_training(n: int, cuts: tuple[int, ...]) -> None:
     for wrong in on_ranks(n, all_resumed, cuts):
         assert wrong == []
@@ -287,6 +289,7 @@ def changing(make: str, cut: int | None) -> list[float]:
     "make",
     ["local-sgd:4", "local-sgd:4, averaged state", "post-local", "diloco", "allreduce in int8", "allreduce by powersgd"],
 )
+@pytest.mark.one_in(2)
 def test_what_was_trained_at_any_time_of_a_period_is_averaged_and_a_resume_there_changes_no_bit(make: str) -> None:
     unbroken = on_ranks(2, changing, make, None)
     assert unbroken[0] == unbroken[1]
