@@ -18,6 +18,7 @@ from cluster_runs import LONG_STEPS
 from launched import DEADLINE_S, FORKED, launch, wait_for
 
 from rankwise.host import machine, processes
+from rankwise.launch import command_line, script_lint
 
 __all__ = ["launch"]  # a fixture
 
@@ -485,6 +486,22 @@ def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, 
     assert "cannot be imported once for all ranks" in done.stderr  # there is no torch in it
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_interpreter_that_is_a_script_must_become_python(rankwise, tmp_path: Path, method: str) -> None:
+    (tmp_path / "script.py").write_text("print('ran', flush=True)")
+    python = tmp_path / "python3"
+    words = ("run", "--nproc", "2", "--start-method", method, "--", str(python), "script.py")
+    python.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
+    python.chmod(0o755)
+    done = rankwise(*words)
+    assert done.returncode == 1
+    assert "rankwise: the interpreter is a script that starts Python as another process" in done.stdout + done.stderr
+    assert "ran\n" not in done.stdout
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    done = rankwise(*words, "--fresh")
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+
+
 def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
@@ -515,6 +532,22 @@ def test_a_folder_that_was_removed_is_one_line(tmp_path: Path, verb: tuple[str, 
     code = f"import os, shutil; shutil.rmtree(os.getcwd()); os.execv({words[0]!r}, {words})"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "rankwise: the folder that you are in was removed; change to another one\n")
+
+
+def test_a_folder_that_is_removed_while_the_script_is_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+
+    def read() -> None:
+        with command_line._printed():
+            (tmp_path / "gone").rmdir()
+            script_lint.examine("train.py")
+
+    with pytest.raises(SystemExit, match="2"):
+        read()
+    assert capsys.readouterr().err == "rankwise: the folder that you are in was removed; change to another one\n"
 
 
 def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(rankwise, tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ from . import collective_notes, exception_record, private_names
 
 _PR_SET_PDEATHSIG = 1
 
+_NOT_A_CHILD = (
+    "rankwise: the interpreter is a script that starts Python as another process, so signals would not reach this rank; "
+    "write exec before the command in the script\n"
+)
+
 
 def main():
     mode, fd, agent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -190,11 +195,24 @@ def _die_with(agent):
         os._exit(1)
 
 
+def _is_below(agent, pid):
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            with open(f"/proc/{pid}/stat") as stat:
+                pid = int(stat.read().rpartition(")")[2].split()[1])  # its parent
+            if pid == agent:
+                return True
+    return False
+
+
 def _become_rank(spec, agent, middle=None):
     """Make a forked process look like a fresh one, and like this rank. `middle`: the process that has forked it."""
     while (parent := os.getppid()) != agent:  # set earlier, death with the parent would come at once
-        if parent != middle:
-            os._exit(1)  # the agent was killed: this is init, or another process that inherits orphans
+        if parent != middle:  # it is init or another process that inherits orphans: the agent was killed. Or it is a script.
+            if _is_below(agent, parent):
+                with open(spec["log"], "a") as log:
+                    log.write(_NOT_A_CHILD)
+            os._exit(1)
         time.sleep(0.0002)
     _die_with(agent)
     os.environ.clear()

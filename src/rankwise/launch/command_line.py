@@ -83,7 +83,11 @@ def _refuse_no_folder() -> None:
 def _printed() -> Iterator[None]:
     """Print an error and exit with its status."""
     try:
-        yield
+        try:
+            yield
+        except FileNotFoundError:
+            _refuse_no_folder()
+            raise
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except RankwiseError as error:
