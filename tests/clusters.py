@@ -122,13 +122,13 @@ class _Machine:
             self._begin(session)
         if self._up == what:
             return
-        self._down()
+        self.end()
         if what not in self._lacks:
             self._up = what
             up = _call(*_UP[what])
             if up.returncode == 0:
                 return
-            self._down()
+            self.end()
             self._lacks[what] = up.stderr.strip()[-2000:] or f"{_UP[what][0]} said nothing"
         if "apt-get install" in self._lacks[what]:
             pytest.skip(self._lacks[what])
@@ -141,7 +141,7 @@ class _Machine:
                 if (done := _call(script, "--install")).returncode != 0:
                     self._lacks[what] = done.stderr.strip()[-2000:]
             for mpirun in _PACKAGES:
-                with contextlib.suppress(pytest.skip.Exception):
+                with contextlib.suppress(pytest.skip.Exception):  # tests that need it are skipped by its own fixture
                     _install_mpi(mpirun)
         if _libc.unshare(_MOUNTS | _NETWORK) != 0:
             pytest.skip(f"virtual hosts need namespaces: {os.strerror(ctypes.get_errno())}")
@@ -154,20 +154,18 @@ class _Machine:
             )
         session.addfinalizer(self._finish)
 
-    def _down(self) -> None:
+    def end(self) -> None:
+        """Stop all hosts. `use` may start others."""
         if self._up is not None:
             script = _UP[self._up][0].replace("-up", "-down")
             self._up = None
             subprocess.run([HOSTS / script], check=True, capture_output=True, timeout=120)
 
-    def end(self) -> None:
-        """Stop all hosts. `use` may start others."""
-        self._down()
-
     def _finish(self) -> None:
-        self._down()
-        if self._guard is not None:
-            self._guard.communicate(timeout=120)
+        self.end()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.communicate(timeout=120)
 
 
 def _call(script: str, *words: str) -> Ended:

@@ -180,7 +180,7 @@ def _thin_out(items: list[pytest.Item]) -> None:
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is None or item.get_closest_marker("stress") is not None:
             continue
-        (k,), test = mark.args, (item.parent, item.originalname)  # type: ignore[attr-defined]
+        (k,), test = mark.args, (item.parent, item.originalname)  # type: ignore[attr-defined]  # of a Function
         if cases[test] % k != 0:
             item.add_marker("stress")
         cases[test] += 1
