@@ -84,6 +84,24 @@ def test_the_packages_installed_are_listed_once_each_in_order() -> None:
     assert packages == sorted(set(packages))
 
 
+def test_packages_are_found_however_they_were_installed_and_one_that_cannot_be_read_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(path: str, text: bytes) -> None:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(text)
+
+    add("wheel-1.dist-info/METADATA", b"Metadata-Version: 2.1\nName: a-wheel\nVersion: 1.0\n\nName: of the text\n")
+    add("develop.egg-info/PKG-INFO", b"name: developed\r\nversion: 2.0\r\n\r\n")
+    add("old-3.egg-info", b"Metadata-Version: 1.0\nName: distutils\nVersion: 3.0\n")
+    add("latin-4.dist-info/METADATA", b"Name: latin\nVersion: 4.0\nAuthor: Andr\xe9\n")
+    add("empty-5.dist-info/METADATA", b"")
+    add("nameless-6.dist-info/METADATA", b"Version: 6.0\n\nName: of the text\n")
+    (tmp_path / "bare-7.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert section(code.describe(Path()), "packages") == ["a-wheel==1.0", "developed==2.0", "distutils==3.0"]
+
+
 def test_without_a_repository_that_is_said_and_there_is_no_diff(tmp_path: Path) -> None:
     text = code.describe(tmp_path)
     assert text.splitlines()[1] == "commit none (not in a git repository)"
