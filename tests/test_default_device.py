@@ -68,11 +68,11 @@ def trained(folder: Path, device: str | None, names: tuple[str, ...], **of_loade
     return found
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("names", "of_loader"), [(tuple(STRATEGIES), {}), (("exact",), {"num_workers": 1}), (("exact",), {"prefetch_factor": 2})],
     ids=["here", "worker", "thread"],
 )  # fmt: skip
-@pytest.mark.one_in(3)
 def test_a_default_device_changes_nothing_of_a_training(names: Any, of_loader: dict[str, int], tmp_path: Path) -> None:
     plain = on_ranks(2, trained, tmp_path / "plain", None, names, **of_loader)
     assert on_ranks(2, trained, tmp_path / "meta", "meta", names, **of_loader) == plain

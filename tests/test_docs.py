@@ -44,9 +44,10 @@ def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
         shutil.rmtree("runs", ignore_errors=True)  # those of a Trainer, which would resume
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("page", "module", "last"),
-    [("functions", "cloudpickle", "[(0, "), pytest.param("submitit", "submitit", "[0, 1]", marks=pytest.mark.stress)],
+    [("functions", "cloudpickle", "[(0, "), ("submitit", "submitit", "[0, 1]")],
 )
 def test_the_documents_functions_run_from_a_plain_script(
     page: str, module: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ DEAREST = "01_torchrun_script.py"  # its loop is that of 02_own_loop.py
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.stress) if n == DEAREST else n for n in SHOWN])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_what_is_shown_computes_on_the_local_device(name: str) -> None:
     Path("shown.py").write_text(SHOWN[name])
     [uses] = on_ranks(1, on_a_fake_gpu, "shown.py", *WORDS.get(name, ()))

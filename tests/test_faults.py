@@ -487,6 +487,7 @@ def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, 
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.one_in(2)
 def test_an_interpreter_that_is_a_script_must_become_python(rankwise, tmp_path: Path, method: str) -> None:
     (tmp_path / "script.py").write_text("print('ran', flush=True)")
     python = tmp_path / "python3"

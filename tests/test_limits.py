@@ -323,6 +323,7 @@ def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         yield run
 
 
+@pytest.mark.stress
 def test_a_loader_worker_that_may_not_be_started_is_told_with_the_count_of_processes(plain_user) -> None:
     done = plain_user(
         9,

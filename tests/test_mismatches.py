@@ -99,6 +99,7 @@ def test_what_scripts_usually_do_is_no_mismatch(launch, start: tuple[str, ...]) 
     assert run.wait() == 0, run.output()
 
 
+@pytest.mark.stress
 def test_spawned_ranks_are_compared_too(launch) -> None:
     then = "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))"
     run = launch(FIVE_THEN.replace("THEN", then), options=("--nproc", "2", "--check-collectives", "--start-method", "spawn"))

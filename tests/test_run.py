@@ -256,6 +256,7 @@ def test_a_script_that_sets_variables_before_it_imports_torch_is_obeyed_and_that
     assert run.run.log(0).read_text() == plain
 
 
+@pytest.mark.stress
 def test_a_folder_named_like_a_library_beside_the_script_does_no_harm(launch, tmp_path: Path) -> None:
     (tmp_path / "sympy").mkdir()
     (tmp_path / "sympy" / "__init__.py").write_text("raise ImportError('this is no sympy')")
@@ -279,11 +280,12 @@ def test_the_warm_process_has_one_thread(launch, tmp_path: Path) -> None:
     assert run.wait() == 0
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "start",
     [
         pytest.param("", id="forked"),
-        pytest.param("import os; os.environ['X'] = 'cold'\n", id="by itself", marks=pytest.mark.stress),
+        pytest.param("import os; os.environ['X'] = 'cold'\n", id="by itself"),
     ],
 )
 def test_dropping_a_model_after_its_group_was_destroyed_cannot_dead_lock_in_gloo(launch, start: str) -> None:
@@ -354,6 +356,7 @@ def test_ctrl_c_stops_all_ranks_after_the_same_step_and_the_resumed_run_ends_as_
     assert weights[0] in again.output()
 
 
+@pytest.mark.stress
 def test_a_signal_to_one_rank_stops_all_and_saves(launch) -> None:
     run = launch(train(pause_s=0.02, steps=100), options=("--nproc", "3"))
     wait_for(lambda: run.steps() >= 3, "some steps")
@@ -587,6 +590,7 @@ trained(5, 3)
 """
 
 
+@pytest.mark.stress
 def test_models_that_one_script_trains_have_separate_checkpoints_or_are_refused(launch, tmp_path: Path) -> None:
     trained: list[list[str]] = []
     for options in ((), ("--fresh",), ()):
@@ -691,6 +695,7 @@ def test_a_run_belongs_to_one_script_and_other_arguments_are_said(launch, rankwi
     assert launch("print('first')", "--lr", "0.01").wait() == 0
 
 
+@pytest.mark.stress
 def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     run = launch(train(pause_s="3.0 if trainer.state.step else 0.0", steps=100))
     wait_for(lambda: run.steps() >= 1, "a step")

@@ -69,7 +69,7 @@ def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _marks(line: str) -> list[pytest.MarkDecorator]:
     """Lines of another launcher start only that launcher: tests/schedulers/test_torchrun.py has the variables that it sets."""
-    return [] if line == "python train.py -gpus 0" or line.startswith("rankwise ") else [pytest.mark.stress]
+    return [] if line == "python train.py -gpus 0" or "nproc_per_node=2 --nnodes" in line else [pytest.mark.stress]
 
 
 @pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line)) for line in ONE_MACHINE])
@@ -82,7 +82,8 @@ def test_the_line_as_it_stands_is_one_world_of_so_many_ranks(line: str) -> None:
     assert done.stdout.count("done: 3.1") == 1
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(LAUNCH, marks=pytest.mark.stress), "rankwise run"])
+@pytest.mark.stress
+@pytest.mark.parametrize("launcher", [LAUNCH, "rankwise run"])
 def test_the_two_lines_of_two_machines_number_the_ranks_as_the_manual_says(launcher: str) -> None:
     """Both on this machine, in a folder each."""
     for rank in "01":
@@ -151,6 +152,7 @@ def test_the_options_of_qsub_as_the_manual_has_them_become_ours() -> None:
         assert resource in done.stdout
 
 
+@pytest.mark.stress
 def test_a_line_that_names_gpus_which_torch_cannot_use_is_an_error_with_the_reason_and_no_training_on_the_cpu() -> None:
     done = in_shell("CUDA_VISIBLE_DEVICES=101,105 python experiment.py params.yaml --data_parallel_backend")
     assert done.returncode == 1

@@ -136,6 +136,7 @@ def test_a_job_that_waits_or_runs_is_told_followed_and_cancelled_from_anywhere(
     assert RunDir(Path("runs/train")).attempts()[-1].outcome.startswith("stopped by SIGTERM after step")
 
 
+@pytest.mark.stress
 def test_a_job_that_its_queue_takes_back_waits_again_and_goes_on(spool: Path, rankwise: Run) -> None:
     Path("train.py").write_text(STOPS)
     words = ("--on", "spool", "--spool", "spool", "--requeue", "--nproc", "1", "--wait", "train.py")

@@ -59,7 +59,8 @@ for step in range(STEPS):
 """
 
 
-@pytest.mark.parametrize("steps", [15, pytest.param(100, marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("steps", [15, 100])
 def test_steps_of_a_script_that_prints_nothing_are_progress_though_one_rank_is_always_late(launch, steps: int) -> None:
     run = launch(STEADY.replace("STEPS", str(steps)), options=("--nproc", "2", "--stall-warn", "1.5"))
     assert run.process.wait(timeout=120) == 0

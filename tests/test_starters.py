@@ -31,6 +31,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.stress
 def test_what_spawn_starts_joins_by_the_numbers_it_is_given() -> None:
     Path("train.py").write_text(SPAWN)
     done = run("train.py")

@@ -75,7 +75,8 @@ def unfrozen_plain() -> Flat:
     return flat(model)
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), pytest.param(3, "flat", marks=pytest.mark.stress), (3, "ddp")])
+@pytest.mark.parametrize(("n", "reduction"), [(3, "flat"), (3, "ddp"), (1, "auto")])
+@pytest.mark.one_in(3)
 def test_layers_that_are_unfrozen_on_the_way_train_as_in_a_plain_loop_and_are_resumed(
     n: int, reduction: str, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def gossiping(folder: Path) -> tuple[dict[str, Flat], list[tuple[int, float]], F
     return answers, losses(folder / "often", "eval_loss"), flat(model), differ
 
 
+@pytest.mark.stress
 def test_a_strategy_whose_ranks_differ_is_saved_resumed_and_evaluated_on_its_average(tmp_path: Path) -> None:
     answers = on_ranks(3, gossiping, tmp_path)
     for ours, evaluated, saved, differ in answers:

@@ -55,8 +55,8 @@ def saved_more_and_less_often(folder: Path) -> dict[str, list[Row]]:
     return found | {"resumed": resumed}
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("n", [2, 1])
-@pytest.mark.one_in(2)
 def test_saves_and_resumes_between_log_intervals_change_neither_its_loss_nor_the_rate_of_a_plateau(
     n: int, tmp_path: Path
 ) -> None:

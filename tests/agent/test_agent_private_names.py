@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from plans import plan
 from ranks import on_ranks
 
@@ -151,6 +152,7 @@ def check(rank: Ended, usual: Ended, name: str) -> None:
     assert rank["noted"] == [what for what in usual["noted"] if what not in lost]
 
 
+@pytest.mark.stress
 def test_a_rank_without_a_private_name_runs_its_script_and_leaves_its_error(tmp_path: Path) -> None:
     [ended] = on_ranks(1, ranks_ended, tmp_path, STARTS, timeout_s=120.0)
     *missing, destroyed, interrupted, interrupted_without = ended

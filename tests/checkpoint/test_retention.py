@@ -382,6 +382,7 @@ else:
 """
 
 
+@pytest.mark.stress
 def test_a_script_that_ends_during_a_save_verifies_the_best_of_an_earlier_attempt() -> None:
     """Python starts no more threads of a pool by then."""
     Path("x.py").write_text(AT_THE_END)

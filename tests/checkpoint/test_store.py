@@ -340,7 +340,7 @@ def save_for_ever(folder: Path, pipe: Any, background: bool) -> None:
         checkpoints.save(of_step(step, 20_000), step)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.stress
 def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_alone(folder: Path, background: bool) -> None:
     context = multiprocessing.get_context(ranks._CONTEXT.get_start_method())
     rng = random.Random(0)

@@ -146,6 +146,7 @@ def test_a_loss_that_is_a_mean_of_means_is_caught_with_the_trainer(tested: Teste
     assert [check for check, found in checks.items() if found != "ok"] == ["gradients"]
 
 
+@pytest.mark.stress
 def test_a_loss_that_is_a_mean_of_means_over_ragged_counts_is_caught_by_hand(tested: Tested) -> None:
     ragged = ("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y.where(x[:, 0] > 0.3, -100))")
     status, checks, told = tested(planted(BY_HAND, ragged), command=True)
@@ -255,6 +256,7 @@ def test_batch_norm_is_a_known_difference_and_named(tested: Tested) -> None:
     assert set(checks.values()) == {"ok"}
 
 
+@pytest.mark.stress
 def test_a_gpt_passes(tested: Tested) -> None:
     source = (EXAMPLES / "04_gpt.py").read_text()
     small = [("CONTEXT = 128", "CONTEXT = 16"), ("width: int = 128, layers: int = 3", "width: int = 16, layers: int = 2"),

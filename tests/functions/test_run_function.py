@@ -124,6 +124,7 @@ def waits_for(mark: str) -> int:
     return 5
 
 
+@pytest.mark.stress
 def test_each_call_of_a_name_has_its_own_results_also_if_they_are_asked_for_late(tmp_path: Path) -> None:
     runs = []
     for factor in (1, 2):
@@ -359,6 +360,7 @@ def caller(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         process.wait()
 
 
+@pytest.mark.stress
 def test_ctrl_c_stops_all_ranks_saved_and_is_the_callers(caller: Callable[[], subprocess.Popen[bytes]], tmp_path: Path) -> None:
     process = caller()
     process.send_signal(signal.SIGINT)

@@ -72,6 +72,7 @@ def fails_on_rank_1() -> None:
         raise ValueError("no data")
 
 
+@pytest.mark.stress
 def test_tasks_of_the_local_executor_are_the_ranks(executor: Any) -> None:
     job = executor.submit(on_submitit(sums_ranks), 10)
     assert job.results() == [(0, 21, "submitit"), (1, 21, "submitit")]

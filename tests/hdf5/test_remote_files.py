@@ -130,6 +130,7 @@ def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: F
     assert len(HDF5Dataset(server.url("gzip.h5"), cache=tmp_path / "here")) == 1000
 
 
+@pytest.mark.stress
 def test_a_process_may_end_with_a_remote_file_open(server: FileServer) -> None:
     script = "import sys, rankwise; dataset = rankwise.HDF5Dataset(sys.argv[1]); print(dataset[1]['number'])"
     done = subprocess.run(
