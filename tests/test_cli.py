@@ -20,6 +20,13 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # It sets a variable before it would import torch, so its rank starts without waiting for this import.
 PRINT_ARGUMENTS = "import os\nos.environ['X'] = '1'\nimport json, sys\nprint(json.dumps([sys.argv, os.getcwd()]))\n"
 
+NOT_INSTALLED = """\
+from importlib import metadata
+def version(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = version
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -124,6 +131,18 @@ def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
     from importlib.metadata import version
 
     assert rankwise("--version").stdout == f"rankwise {version('rankwise')}\n"
+
+
+def test_a_checkout_that_is_not_installed_runs(
+    rankwise: Run, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no metadata of it are found."""
+    (tmp_path / "hides").mkdir()
+    (tmp_path / "hides" / "sitecustomize.py").write_text(NOT_INSTALLED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hides"))
+    done = rankwise("run", "--nproc", "1", str(script))
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    assert rankwise("--version").stdout.startswith("rankwise ")
 
 
 # --- errors

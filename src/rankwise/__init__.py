@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.stop import early
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from rankwise.actions.periodic import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
@@ -106,10 +108,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_MOVED_TO[name]), name)
     if name in _PACKAGES:
         return import_module(f"rankwise.{name}")
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("rankwise")
     raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
 
 

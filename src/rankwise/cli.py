@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from rankwise import __version__
 from rankwise.errors import ConfigError
 from rankwise.launch.command_line import Group
 
@@ -23,7 +24,7 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
     context_settings=_HELP,
     epilog="\b\nBegin with: rankwise run train.py\nOptions of a command: rankwise COMMAND --help",
 )
-@click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def main() -> None:
     """Run a training script, written for one device, on all devices."""
 

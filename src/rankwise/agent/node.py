@@ -19,11 +19,10 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise import schedulers
+from rankwise import __version__, schedulers
 from rankwise.agent.collective_check import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
 from rankwise.agent.event_loop import EventLoop
@@ -458,8 +457,8 @@ def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:
 
 
 def _versions(plan: Plan) -> dict[str, str]:
+    found = {"rankwise": __version__, "Python": platform.python_version()}
     script = Path(plan.cwd, plan.argv[0])
     with contextlib.suppress(OSError):
-        digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        return {"rankwise": version("rankwise"), "Python": platform.python_version(), script.name: digest}
-    return {"rankwise": version("rankwise"), "Python": platform.python_version()}
+        found[script.name] = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+    return found
