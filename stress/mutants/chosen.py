@@ -1,8 +1,8 @@
-"""A plugin of pytest (-p chosen): runs the tests that a file names, in its order, and records why the first one failed.
+"""A plugin of pytest (-p chosen): runs the tests that a file names, in its order, until an assertion fails, and records that.
 
 `--chosen FILE` is JSON: {"tests": [ids], "all_of": [test files], "but": [ids]}. All other tests of the files in `all_of` run
 first, because they are new; those in `but` do not run.
-`--failure FILE` is written when the first test fails, or the first file cannot be imported.
+`--failure FILE` is the first assertion that failed, or, if none did, the first error in a test or in the import of a file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Failure:
-    """Records the first failure."""
+    """Records the first failed assertion, and until then the first error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, test: str, error: BaseException) -> None:
-        if not self._path.exists():
-            is_assertion = isinstance(error, AssertionError | pytest.fail.Exception)
+        is_assertion = isinstance(error, AssertionError | pytest.fail.Exception)
+        if is_assertion or not self._path.exists():
             record = {"test": test, "type": type(error).__name__, "is_assertion": is_assertion, "says": str(error)[-2000:]}
             self._path.write_text(json.dumps(record))
 
@@ -44,6 +44,8 @@ class Failure:
     ) -> None:
         assert call.excinfo is not None
         self.write(node.nodeid, call.excinfo.value)
+        if isinstance(call.excinfo.value, AssertionError | pytest.fail.Exception):
+            node.session.shouldstop = "an assertion has failed"
 
 
 def pytest_configure(config: pytest.Config) -> None:

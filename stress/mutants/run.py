@@ -9,9 +9,9 @@
 `draw` requires `pip install cosmic-ray==8.7.0`; `map` and judging require `pip install coverage==7.17.3`.
 
 The tests of the file that mirrors the module run first (those that the map does not know before all others), then all other
-tests that cover the line, quick ones first, for --limit seconds at most. A mutant is killed when a test fails that passes
-without the mutant. It has timed out when a test fails because it did not end. Each of --jobs works in a copy of the
-repository. Exits with 1 if a mutant survived.
+tests that cover the line, quick ones first, until an assertion fails, for --limit seconds at most. A mutant is killed when a
+test fails that passes without the mutant; the failure is an error if no assertion failed. It has timed out when a test fails
+because it did not end. Each of --jobs works in a copy of the repository. Exits with 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import ast
 import collections
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import os
@@ -169,12 +170,13 @@ class Judge:
         first = list(dict.fromkeys([*(test for test in tests if test.partition("::")[0] in near), *covering.of_files(near)]))
         others = [test for test in tests if test not in first]
         failure, all_ran = None, True
-        try:
-            failure = self._killed(mutant, first, near, began + limit_s)
-            if failure is None and others:
-                failure = self._killed(mutant, others, [], began + limit_s)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             all_ran = False
+            failure = self._killed(mutant, first, near, began + limit_s)
+            if others and not (failure and failure.is_assertion):
+                later = self._killed(mutant, others, [], began + limit_s)
+                failure = later if later and (later.is_assertion or failure is None) else failure
+            all_ran = True
         outcome, killer = "survived", Failure("", "", "", False)
         if failure is not None:
             outcome, killer = "timed out" if any(words in failure.says for words in TIMED_OUT) else "killed", failure
@@ -182,7 +184,7 @@ class Judge:
         return Verdict(mutant.number, mutant.describe(), *found, round(time.monotonic() - began, 1))
 
     def _killed(self, mutant: Mutant, tests: list[str], all_of: list[str], until: float) -> Failure | None:
-        """The first failure of a test that passes without the mutant. Raises TimeoutExpired."""
+        """The failure of a test that passes without the mutant: of an assertion, if there is one. Raises TimeoutExpired."""
         path = self._scratch.folder / mutant.file
         source = path.read_text()
         while True:
@@ -200,14 +202,18 @@ class Judge:
         return test in self._passes
 
     def _run(self, tests: list[str], all_of: list[str], limit_s: float) -> Failure | None:
-        """Why the first failing test failed; None if all passed. Raises TimeoutExpired."""
+        """The first failed assertion, or else the first error; None if all passed. TimeoutExpired: none has failed yet."""
         chosen, failure = self._folder / "chosen.json", self._folder / "failure.json"
         chosen.write_text(json.dumps({"tests": tests, "all_of": all_of, "but": sorted(self._fails)}))
         failure.unlink(missing_ok=True)
         files = list(dict.fromkeys([*all_of, *(test.partition("::")[0] for test in tests)]))
-        words = ("-p", "chosen", "--chosen", chosen, "--failure", failure, "-x", f"--timeout={TEST_S}")
+        words = ("-p", "chosen", "--chosen", chosen, "--failure", failure, f"--timeout={TEST_S}")
+        status: int | None = None
         try:
             status = self._scratch.pytest(*words, *files, "-Wignore::SyntaxWarning", timeout_s=limit_s, environ=QUIET)
+        except subprocess.TimeoutExpired:
+            if not failure.exists():
+                raise
         finally:
             processes.end_tree()
         if failure.exists():
