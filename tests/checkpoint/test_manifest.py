@@ -80,6 +80,16 @@ def test_a_damaged_tensor_is_named(folder: Path) -> None:
     assert str(caught.value) == f"{path} is corrupted in tensor b/c"
 
 
+def test_damage_that_prevents_loading_is_named_by_its_place_if_the_place_of_each_tensor_is_known(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, background=False).save({"model": torch.nn.Linear(9, 9)}, 1) / "model.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"\x80\x02")] ^= 1  # the beginning of the pickle
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        manifests.verify(path.parent)
+    assert str(caught.value) == f"{path} is corrupted outside its tensors"
+
+
 def test_a_checkpoint_from_before_there_were_metrics_in_it_is_read(folder: Path) -> None:
     path = folder / manifests.NAME
     record = json.loads(path.read_text())

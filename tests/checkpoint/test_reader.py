@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -395,6 +396,19 @@ def test_a_tensor_that_ends_behind_its_storage_is_not_read() -> None:
     for offset, shape, stride in ((0, (3,), (1,)), (1, (2,), (1,)), (0, (2,), (2,)), (0, (2, 2), (1, 1))):
         with pytest.raises(pickle.UnpicklingError):
             reader._tensor(typed, offset, shape, stride, False, None)
+    odd: Any = SimpleNamespace(storage=SimpleNamespace(memory=torch.zeros(12, dtype=torch.uint8)), dtype=torch.float32)
+    assert reader._tensor(odd, 0, (3,), (1,), False, None).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(pickle.UnpicklingError):
+        reader._tensor(odd, 0, (4,), (1,), False, None)
+
+
+def test_a_file_of_another_byte_order_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, record = saved(tmp_path, nn.Linear(3, 1))
+    with path.open("rb") as file:
+        reader._skeleton(file, record, nn.Linear(3, 1), {})
+        monkeypatch.setattr(sys, "byteorder", "big")
+        with pytest.raises(pickle.UnpicklingError, match="of another byte order"):
+            reader._skeleton(file, record, nn.Linear(3, 1), {})
 
 
 def test_the_ranks_of_a_node_share_its_cores_when_they_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def test_only_tensors_that_are_large_on_average_stay_where_they_are() -> None:
         return isinstance(sync._reduction, InPlaceReduction)
 
     assert way(nn.Linear(256, 256))
+    assert way(nn.Linear(64, 128, bias=False))  # 32 KiB
     assert not way(nn.Linear(16, 16))
 
 

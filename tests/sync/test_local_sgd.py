@@ -612,6 +612,7 @@ def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_the
         ({"every": 99}, {"every": 3}, 6, [9, 12]),
         ({"every": 4}, {"every": 4}, 6, [4, 8, 12]),
         ({"every": 4}, {"every": 2, "start": 9}, 6, [4, 11, 12]),
+        ({"every": 4}, {"every": 2, "start": 8}, 6, [4, 10, 12]),
         ({"every": 4, "start": 99}, {"every": 4, "start": 3}, 10, [12]),
     ],
 )

@@ -18,6 +18,7 @@ from rankwise.dist import comm
 from rankwise.dist.device import is_dense
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
+from rankwise.sync.reduction import RidingTail
 from rankwise.sync.trained import Trained
 
 WAYS = (False, True)
@@ -266,6 +267,18 @@ def test_counts_are_exact_to_2_to_the_53(overlap: bool | None, dtype: torch.dtyp
     for seen in on_ranks(3, counts, overlap, dtype):
         assert seen[:5] == [3 * 2**51 + 6, 3 * 2**51 + 3, 1.5, 0.75, 3 * 4095.75]
         assert seen[5] == pytest.approx(9e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_count_on_the_device_is_written_as_one_here(dtype: torch.dtype) -> None:
+    """A count on the CPU is converted to a number before."""
+    for count in (0.0, 0.25, 4095.75, 4096.0, 2.0**51 + 1, 2.0**53):
+        here, there = (torch.zeros(3 + RidingTail.LENGTH, dtype=dtype) for _ in range(2))
+        RidingTail(here).write(count, [True, False, True], True)
+        tail = RidingTail(there)
+        tail.write(torch.tensor(count, dtype=torch.float64), [True, False, True], True)
+        assert torch.equal(here, there)
+        assert tail.read().total == count
 
 
 # --- DDP's buckets
