@@ -49,6 +49,10 @@ def test_what_stays_for_one_reason_stays(rule: Retention, gone: list[int]) -> No
     assert rule.find_gone(ages) == paths(*gone)
 
 
+def test_without_a_rule_for_ages_a_checkpoint_of_this_moment_may_go() -> None:
+    assert Retention(1).find_gone(dict.fromkeys(paths(1, 2), 0.0)) == paths(1)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
