@@ -350,9 +350,26 @@ def open_files(limit: int) -> Iterator[None]:
 
 
 def test_more_fields_than_open_files_are_one_error(tmp_path: Path) -> None:
-    said = r"samples have 300 fields, each needs an open file, but at most 200 open files per process"
-    with open_files(200), pytest.raises(DataError, match=said):
-        written(tmp_path / "x.h5", before_close({f"f{number}": number for number in range(300)}))
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 100
+    said = rf"samples have {limit} fields, each needs an open file, but at most {limit} open files per process"
+    with open_files(limit), pytest.raises(DataError, match=said):
+        written(tmp_path / "x.h5", before_close({f"f{number}": number for number in range(limit)}))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_without_free_file_descriptors_nothing_is_left_on_the_disk(tmp_path: Path, free: int) -> None:
+    writer = HDF5Writer(tmp_path / "x.h5")
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 2
+    with open_files(limit), contextlib.ExitStack() as files:
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(files.enter_context(open(os.devnull, "rb")))
+        for file in taken[:free]:
+            file.close()
+        with pytest.raises(DataError, match="each needs an open file"):
+            writer.add(a=1, b=2)
     assert list(tmp_path.iterdir()) == []
 
 

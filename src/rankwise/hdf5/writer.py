@@ -180,7 +180,11 @@ class HDF5Writer:
         for spool in self._fields.values():
             with contextlib.suppress(OSError):  # it writes what is buffered, and the disk may be full
                 spool.file.close()
+            with contextlib.suppress(OSError):
+                Path(spool.file.name).unlink()
         if self._folder is not None:
+            with contextlib.suppress(OSError):  # rmtree opens the folder, and this process may have no free file descriptor
+                self._folder.rmdir()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
