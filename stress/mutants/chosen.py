@@ -33,18 +33,21 @@ class Failure:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, test: str, error: BaseException) -> None:
-        is_assertion = isinstance(error, AssertionError | pytest.fail.Exception)
-        if is_assertion or not self._path.exists():
-            record = {"test": test, "type": type(error).__name__, "is_assertion": is_assertion, "says": str(error)[-2000:]}
-            self._path.write_text(json.dumps(record))
-
     def pytest_exception_interact(
         self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object], report: object
     ) -> None:
         assert call.excinfo is not None
-        self.write(node.nodeid, call.excinfo.value)
-        if isinstance(call.excinfo.value, AssertionError | pytest.fail.Exception):
+        error = call.excinfo.value
+        is_assertion = isinstance(error, AssertionError | pytest.fail.Exception)
+        if is_assertion or not self._path.exists():
+            record = {
+                "test": node.nodeid,
+                "type": type(error).__name__,
+                "is_assertion": is_assertion,
+                "says": str(error)[-2000:],
+            }
+            self._path.write_text(json.dumps(record))
+        if is_assertion:
             node.session.shouldstop = "an assertion has failed"
 
 
