@@ -28,6 +28,7 @@ from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
+from rankwise.sync.gradient_watch import GradientWatch
 from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
@@ -42,7 +43,6 @@ _OVERLAP = Argument(
     "True (buckets during the backward pass), False (one message after it), or None",
 )
 _NOTHING = Memory({}, {})
-_WATCHED = 16  # in this many steps, gradients that the script leaves are noticed: it does so in each step
 _attached: WeakSet[AllReduce] = WeakSet()
 """The strategies that a model has."""
 
@@ -94,7 +94,7 @@ class AllReduce:
         """Whether `step` is running: then it is not the user who calls the optimizer."""
         self._called = False
         """Whether `backward` was called since the last step."""
-        self._unwatched_steps = 0
+        self._watch = GradientWatch()
         self._replaced = False
         """Whether another strategy was attached to the same model or optimizer later."""
         self._waited_s = 0.0
@@ -241,8 +241,8 @@ class AllReduce:
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
-        if not self._called and self._unwatched_steps < _WATCHED:
-            self._refuse_strays()
+        if self._watch.is_on:
+            self._watch.before_pass(self._reduction, is_first=not self._called)
         if self._reduction.begun:
             raise StepError("backward() was called after the micro-batch with last=True; give last=True to the last one only")
         self._called = True
@@ -255,19 +255,13 @@ class AllReduce:
             self._forget_micro_batches()
             self._check_loss(loss_sum)
             raise
-
-    def _refuse_strays(self) -> None:
-        """In the first steps. What another pass has left here would be added to this step."""
-        self._unwatched_steps += 1
-        if self._reduction.has_gradients():
-            raise StepError(
-                "the parameters have gradients of another backward pass, which would be added to this step (in a GAN, that of "
-                "the other network's loss); call optimizer.zero_grad() before sync.backward"
-            )
+        if self._watch.is_on:
+            self._watch.after_pass(self._reduction.parameters, count)
 
     def _forget_micro_batches(self) -> None:
         """An exception has ended a backward pass (out of memory, for example), which may have computed a part of the gradient.
         If the script continues, this rank has nothing of this step."""
+        self._watch.forget()
         if self._reduction.begun:
             self._reduction.expect(math.nan, last=False)  # a part may have been sent: all ranks skip the step
         else:
@@ -306,6 +300,8 @@ class AllReduce:
         """
         if not self._called and self._reduction.has_gradients():
             raise StepError("loss.backward() does not count samples; call sync.backward(loss_sum, count) instead")
+        if self._watch.is_on:
+            self._watch.before_step()
         self._called = False
         self._inside = True
         try:
@@ -425,6 +421,7 @@ class AllReduce:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._reduction.take_home()  # of a step that an exception has ended: its gradients belong to no step after this
         self._called = False
+        self._watch.forget()
         if "trained" in state:  # older checkpoints do not have it
             self._trained.load_state_dict(state["trained"])
         self._load_loss_scale(state)
