@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 import torch
 from boxes import Box
 from ranks import on_ranks
+from torch.utils.data import TensorDataset
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
+from rankwise.data import Loader
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
-from rankwise.sync import AllReduce
+from rankwise.evaluation import Evaluate
+from rankwise.sync import AllReduce, LocalSGD
 
 
 class Replica(Box):
@@ -147,3 +151,57 @@ def test_a_strategy_is_loaded_first_wherever_it_is_among_the_parts(order: tuple[
     Checkpoints(tmp_path, background=False).save({name: saved[name] for name in order}, 1)
     assert Checkpoints(tmp_path).resume({name: loaded[name] for name in order}) == 1
     assert [group["lr"] for group in loaded["optimizer"].param_groups] == [0.001, 0.5]
+
+
+# --- what a script has left out
+
+_LEFT_OUT = "warning: the checkpoint does not contain the "
+
+
+def of_own_loop(folder: Path, parts: list[str], every: int, break_after: int | None = None) -> list[str]:
+    """What the saves of four steps of one epoch print of parts that they do not contain. `break_after`: the loop ends with this
+    step, before its save."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = LocalSGD(every=every).attach(model, optimizer)
+    data = TensorDataset(torch.ones(16, 2))
+    loader = Loader(data, global_batch_size=4, max_epochs=1)
+    evaluated = Loader(data, global_batch_size=4, shuffle=False)
+    given = {"model": model, "optimizer": optimizer, "loader": loader, "sync": sync}
+    checkpoints = Checkpoints(folder, background=False)
+    step = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step, micro_batches in enumerate(loader, 1):
+            for [x] in micro_batches:
+                sync.backward(model(x).sum(), len(x))
+            sync.step()
+            Evaluate(evaluated, lambda model, batch: {"loss": (model(batch[0]).sum(), len(batch[0]))}).figures(model, sync)
+            if step == break_after:
+                break
+            checkpoints.save({name: given[name] for name in parts}, step)
+        del micro_batches
+        gc.collect()
+        sync.finish()
+        checkpoints.save({name: given[name] for name in parts}, step + 1)
+    return [line.removeprefix(_LEFT_OUT) for line in out.getvalue().splitlines() if line.startswith(_LEFT_OUT)]
+
+
+def test_a_save_in_the_middle_of_an_epoch_without_its_loader_is_one_warning(tmp_path: Path) -> None:
+    [told, other] = on_ranks(2, of_own_loop, tmp_path, ["model", "optimizer", "sync"], 1)
+    assert told == [
+        "Loader: a resumed run would read its data from the start; give it to save() and resume() as one of the parts, "
+        '{..., "loader": ...}'
+    ]
+    assert other == []
+
+
+@pytest.mark.parametrize(("every", "number"), [(2, 1), (1, 0)], ids=["between averages", "right after them"])
+def test_a_save_of_one_replica_without_its_strategy_is_one_warning(tmp_path: Path, every: int, number: int) -> None:
+    told = on_ranks(2, of_own_loop, tmp_path, ["model", "optimizer", "loader"], every)[0]
+    assert [line.split("; ")[0] for line in told] == ["LocalSGD: its model is the replica of rank 0, not the average"][:number]
+
+
+def test_a_save_of_everything_and_one_on_a_single_rank_and_one_after_the_loop_say_nothing(tmp_path: Path) -> None:
+    assert on_ranks(2, of_own_loop, tmp_path, ["model", "optimizer", "loader", "sync"], 2) == [[], []]
+    assert on_ranks(1, of_own_loop, tmp_path, ["model", "loader"], 2) == [[]]
+    assert on_ranks(2, of_own_loop, tmp_path, ["model"], 1, break_after=1) == [[], []]

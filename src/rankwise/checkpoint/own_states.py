@@ -19,6 +19,7 @@ import torch
 from rankwise.checkpoint.manifest import Manifest, tensors
 from rankwise.checkpoint.writer import check_loadable, make_plain
 from rankwise.dist import comm, log
+from rankwise.dist.left_out import left_out
 from rankwise.host.text import count, size
 from rankwise.training.state import Stateful
 
@@ -64,6 +65,15 @@ def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     for name, state in found.items():
         check_loadable(state, f"{PART}/{name}")
     return {name: make_plain(state) for name, state in found.items() if state is not None}
+
+
+def warn_of_left_out(parts: Mapping[str, Stateful]) -> None:
+    for part, lost in left_out(parts.values()):
+        name = type(part).__name__
+        log.warning_once(
+            f"the checkpoint does not contain the {name}: {lost}; give it to save() and resume() as one of the parts, "
+            f'{{..., "{name.lower()}": ...}}'
+        )
 
 
 def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,7 @@ class Checkpoints:
         folder is not complete yet, and an error is that of the previous save (like from `wait`): then this save is not started.
         """
         resume.check_parts(parts)
+        own_states.warn_of_left_out(parts)
         began = time.perf_counter()
         try:
             with own_states.averaged(parts):

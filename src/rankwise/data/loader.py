@@ -30,6 +30,7 @@ from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
 from rankwise.dist import comm, log, private_names
 from rankwise.dist.device import DEVICE, local_device, to_device
+from rankwise.dist.left_out import is_used
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, Argument, one_of, takes
@@ -127,14 +128,9 @@ class Loader:
         self._dataset = dataset
         samples = length(dataset)
         _check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
-        if samples is None and shuffle:
-            raise ConfigError(
-                f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream with its own order; shuffle inside the "
-                "stream (a buffer, the order of its files), and remove shuffle"
-            )
+        self._order = order_of(dataset, samples, seed, shuffle)
         check_split(split, dataset, samples is None, batches)
         self._split = split
-        self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
         """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
@@ -327,6 +323,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
+        with is_used(self, "position", "a resumed run would read its data from the start"):
+            yield from self._left()
+
+    def _left(self) -> Iterator[list[Any]]:
         if self._world.world_size > 1:
             comm.check_together("a Loader gives each rank its own part of the data")
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -117,8 +117,25 @@ SHUFFLE = Argument(
 )
 
 
-def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blocks) -> Order:
-    """The order of a dataset. Raises ConfigError for "blocks" if the dataset has no attribute `blocks`."""
+@overload
+def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blocks | None) -> Order: ...
+
+
+@overload
+def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | str | Blocks | None) -> Order | None: ...
+
+
+def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | str | Blocks | None) -> Order | None:
+    """The order of a dataset; None for a stream, which has no number of samples. Raises ConfigError for a stream that is to be
+    shuffled, and for "blocks" if the dataset has no attribute `blocks`."""
+    if samples is None:
+        if shuffle:
+            raise ConfigError(
+                f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream with its own order; shuffle inside the "
+                "stream (a buffer, the order of its files), and remove shuffle"
+            )
+        return None
+    shuffle = True if shuffle is None else shuffle
     if isinstance(shuffle, bool):
         return Order(samples, seed, shuffle)
     found = getattr(dataset, "blocks", None) if isinstance(shuffle, str) else shuffle

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.dist import comm, log, private_names
+from rankwise.dist.left_out import belongs_in_checkpoints
 from rankwise.errors import ConfigError, StepError
 from rankwise.host.arguments import FROM_ONE, FROM_ZERO, SECONDS, STEPS, one_of, takes
 from rankwise.host.text import count, numbered, size
@@ -112,6 +113,7 @@ class LocalSGD:
         self._local.begin_period()
         self._next = self._after(self.start)
         self._start_clock()
+        belongs_in_checkpoints(self, "_is_apart", "its model is the replica of rank 0, not the average")
         return self
 
     def follow(self) -> None:
@@ -335,6 +337,11 @@ class LocalSGD:
         values = {id(t): value for t, value in zip((*tensors, *counted), own, strict=True)}
         named: dict[str, torch.Tensor] = {**self._local.named_parameters(), **dict(self._model.named_buffers())}
         return {name: values[id(t)] for name, t in named.items() if id(t) in values}
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the replicas may differ."""
+        return comm.world_size() > 1 and not self._local.is_exact and self._done > self._began_period
 
     def finish(self) -> None:
         if not self._local.is_exact and self._done > self._began_period:
