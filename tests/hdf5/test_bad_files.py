@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,10 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: P
     assert dataset[3999] == 3999
 
 
+@pytest.mark.parametrize("library", ["isal.isal_zlib", "zlib"])
 @pytest.mark.parametrize("how", [{"compression": "gzip"}, {"fletcher32": True}])
-def test_a_damaged_chunk_is_named(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_a_damaged_chunk_is_named(tmp_path: Path, how: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._fastest_zlib", lambda: import_module(library))
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("x", data=np.random.default_rng(0).random(1000), chunks=(100,), **how)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import rankwise
 from rankwise.data.kinds import reader_of
 from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
-from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer, rows
 from rankwise.hdf5.rows import BlockRows, MappedRows
 from rankwise.host import machine
 
@@ -522,7 +524,11 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[P
 
 
 @pytest.mark.parametrize("width", [3, 1000])
-def test_gzip_chunks_that_are_stored_plain_or_missing_are_read_too(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("library", ["isal.isal_zlib", "zlib"])
+def test_gzip_chunks_that_are_stored_plain_or_missing_are_read_too(
+    tmp_path: Path, width: int, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._fastest_zlib", lambda: import_module(library))
     with h5py.File(tmp_path / "x.h5", "w") as file:
         x = file.create_dataset("x", (35, width), ">i4", chunks=(10, width), compression="gzip", fillvalue=7)
         x[:10] = np.arange(10 * width).reshape(10, width)
@@ -532,6 +538,13 @@ def test_gzip_chunks_that_are_stored_plain_or_missing_are_read_too(tmp_path: Pat
     found = HDF5Dataset(tmp_path / "x.h5", fields="x").read_batch(chosen)
     assert np.array_equal(found.numpy(), expected[chosen])
     assert {7, width} <= set(found.flatten().tolist())
+
+
+def test_gzip_chunks_are_decompressed_by_isal_where_it_is_installed_and_else_by_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = rows._fastest_zlib.__wrapped__
+    assert find().__name__ == "isal.isal_zlib"
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    assert find().__name__ == "zlib"
 
 
 def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
