@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import scripts_on_ranks
 
@@ -37,6 +38,16 @@ class Made:
     @takes(value=FLAG, other=ANYTHING)
     def turn(self, value: bool, other: Any = None) -> bool:
         return value
+
+
+def test_numbers_of_numpy_arrive_as_numbers_of_python() -> None:
+    for given in (called(np.int64(3), rate=np.float32(0.5)), called(first=np.uint8(3), rate=np.float64(0.5))):
+        assert given == (3, None, "a", 0.5)
+        assert list(map(type, given)) == [int, type(None), str, float]
+    other = Made().turn(True, np.int64(3))
+    assert other is True
+    kept = open_ended(np.int64(1), x=np.int64(2))
+    assert list(map(type, kept.values())) == [int, np.int64]
 
 
 @pytest.mark.parametrize(

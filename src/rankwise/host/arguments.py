@@ -114,11 +114,15 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
         several = kinds.keys() - named.keys()
         names = _Names.of(signature)
 
+        numbers = {key for key, kind in kinds.items() if kind is not ANYTHING}
+
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 check(args, kwargs)
-                return function(*args, **kwargs)
+                plain = [_plain(v) if key in numbers else v for key, v in zip(names.in_order, args, strict=False)]
+                named = {key: _plain(v) if key in numbers else v for key, v in kwargs.items()}
+                return function(*plain, *args[len(plain) :], **named)  # type: ignore[arg-type]
             except RankwiseError:
                 errors.without_traceback()  # in a script that has not called init yet
                 raise
@@ -141,6 +145,13 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
         return checked
 
     return decorate
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as a number of Python: torch.load refuses those of numpy, and small types overflow in sums."""
+    if isinstance(value, int | float) and type(value).__module__ != "numpy":
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 @dataclass(frozen=True)
