@@ -323,3 +323,30 @@ def test_a_stream_that_failed_begins_anew_when_it_is_asked_again(at: int) -> Non
         got.extend([batch.tolist() for batch in step] for step in loader)
     dataset.at = -1
     assert [s for step in got + steps_of(loader) for micro in step for s in micro] == list(range(13))
+
+
+class OneBuffer(Numbers):
+    """As a reader of frames that fills the same memory again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = torch.zeros(())
+        for number in range(self.samples):
+            yield buffer.fill_(number)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_stream_may_use_the_memory_of_a_sample_again_after_its_batch(workers: int, drop_last: bool) -> None:
+    batches = all_of(OneBuffer(5), 1, global_batch_size=1, workers=workers, drop_last=drop_last, max_epochs=2)
+    assert flat(batches) == [0, 1, 2, 3, 4] * 2
+
+
+class NotImplementedLength(Numbers):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_stream_whose_length_is_not_implemented_has_none() -> None:
+    (loader,) = loaders(NotImplementedLength(5), 1)
+    assert loader.samples is None
+    assert flat(global_batches([steps_of(loader)])) == [0, 1, 2, 3, 4]

@@ -125,14 +125,15 @@ class Stream:
             pass
         samples = self._take(size) if self._position == start else []
         needed = size if self._drop_last else 1
-        self._ahead += self._pull(needed - len(self._ahead))
         if len(samples) < needed:
+            self._ahead += self._pull(needed - len(self._ahead))
             if not self._is_own:
                 self._check_not_empty(start, size)
             return None
         low, high = share(0, len(samples), self._rank, self._world_size)
         runs = split(range(low, high), accumulate)
         batches = [self._collated(epoch, start + run[0], samples[run[0] : run[-1] + 1]) for run in runs]
+        self._ahead += self._pull(needed - len(self._ahead))  # after the batch: a stream may use its memory again
         positions: list[Sequence[int]] = [range(start + run[0], start + run[-1] + 1) for run in runs]
         stop, length = start + len(samples), self._length
         if self._repeat:
