@@ -432,3 +432,32 @@ def test_of_many_samples_some_are_asked_for_their_length_to_estimate_the_size_of
     lengths = LengthOf(lambda index: asked.append(index) or 10.0, 100_000)  # type: ignore[func-returns-value]
     assert ByTokens(Order(100_000), lengths, tokens=100).size == 10
     assert 1_000 < len(asked) < 2_000
+
+
+class SeedsItself(Batches):
+    def set_epoch(self, epoch: int) -> None:
+        torch.manual_seed(100 + epoch)
+
+
+def test_a_batch_sampler_that_seeds_does_not_change_the_streams_of_the_training() -> None:
+    def drawn(batches: Any) -> list[float]:
+        torch.manual_seed(7)
+        (loader,) = loaders(Items(), 1, global_batch_size=None, batches=batches, max_epochs=2)
+        return [torch.rand(()).item() for _ in zip(loader, range(60), strict=False)]
+
+    assert drawn(SeedsItself()) == drawn(BatchSampler(range(SAMPLES), 4, drop_last=False))[:60]
+
+
+@pytest.mark.parametrize(
+    "batch", [[0.5, 1.9], np.array([True] * SAMPLES), [True, False], [None], [{"a": 1}], ["3"], [[1], [2, 3]], [[1, 2]]]
+)
+def test_a_batch_that_is_no_list_of_whole_numbers_is_a_config_error(batch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^batches: list yields .*; give lists of indices, whole numbers from 0 to 210$"):
+        next(iter(loaders(Items(), 1, global_batch_size=None, batches=[batch])[0]))
+
+
+@pytest.mark.parametrize(
+    "batch", [(3, 1), np.array([3, 1]), torch.tensor([3, 1]), [torch.tensor(3), np.int32(1)], range(3, 0, -2)]
+)
+def test_a_batch_may_have_whole_numbers_of_any_kind(batch: Any) -> None:
+    assert all_of(Items(), 1, global_batch_size=None, batches=[batch]) == [[3, 1]]

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rankwise.data.order import Indices, Order, share, split
+from rankwise.data.order import Indices, Order, share, split, whole_numbers
 from rankwise.dist import seed as seeds
 from rankwise.errors import ConfigError, DataError
-from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, takes
+from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, shown, takes
 
 Lengths = npt.NDArray[np.float64]
 _LENGTHS = Argument(
@@ -232,12 +232,12 @@ class BySampler:
         if self._epoch == epoch:
             return self._batches
         inside = [getattr(self._sampler, "sampler", None)] if self._passes_on else []
-        for sampler in (self._sampler, *inside):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
         saved = seeds.SavedStreams()
         saved.save()
         try:
+            for sampler in (self._sampler, *inside):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
             with self._own.keyed(self._seed, epoch, "batches") if self._keys_own else contextlib.nullcontext():
                 self._batches = list(self._listed())
@@ -471,10 +471,15 @@ def _indices(batch: Any, sampler: Any, samples: int) -> Indices:
             f"batches: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
             "wrap it in torch.utils.data.BatchSampler(sampler, batch_size, drop_last)"
         )
-    indices = [int(index) for index in batch]
-    if outside := [index for index in indices if not 0 <= index < samples]:
+    indices = whole_numbers(list(batch))
+    if indices is None:
+        raise ConfigError(
+            f"batches: {type(sampler).__name__} yields {shown(batch)}; give lists of indices, whole numbers from 0 to "
+            f"{samples - 1}"
+        )
+    if len(outside := indices[(indices < 0) | (indices >= samples)]):
         raise DataError(
             f"batches: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
             f"0 to {samples - 1}; create the sampler with this dataset"
         )
-    return np.array(indices, np.int64)
+    return indices

@@ -13,8 +13,9 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from rankwise.data.order import Indices
-from rankwise.errors import DataError
+from rankwise.data.order import Indices, whole_numbers
+from rankwise.errors import ConfigError, DataError
+from rankwise.host.arguments import shown
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 """Like np.empty."""
@@ -54,7 +55,7 @@ def hinted_length(dataset: Any) -> int | None:
     """The length of a stream, if it has one. Used only as the total of a progress line."""
     try:
         return len(dataset) or None
-    except TypeError:
+    except Exception:  # a class may have one that is not implemented
         return None
 
 
@@ -90,7 +91,12 @@ def traits_of_split(dataset: Any) -> dict[str, str]:
 def _table(subset: Subset[Any]) -> Indices:
     """Its indices, none of them negative. Raises DataError for one that is not in its dataset."""
     whole: Any = subset.dataset  # torch does not declare a length
-    table, samples = np.asarray(subset.indices, np.int64), len(whole)
+    table, samples = whole_numbers(subset.indices), len(whole)
+    if table is None:
+        raise DataError(
+            f"the Subset of {type(whole).__name__} has the indices {shown(subset.indices)}; give whole numbers (of a mask: "
+            "np.flatnonzero(mask))"
+        )
     wrong = table[(table < -samples) | (table >= samples)]
     if len(wrong):
         raise DataError(f"the Subset has the index {wrong[0]}, and its dataset ({type(whole).__name__}) has {samples} samples")
@@ -173,3 +179,17 @@ def inside(dataset: Any) -> Any:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
+
+
+def check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last: bool, stream: Any) -> None:
+    """Raises ConfigError unless exactly one argument sets how global batches are cut. `stream`: None if map-style."""
+    given = {"batch_size": of_one, "global_batch_size": of_all, "batches": batches}
+    names = [name for name, value in given.items() if value is not None]
+    if not names:
+        raise ConfigError("give batch_size (per rank and micro-batch), global_batch_size (of a whole step), or batches")
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} all set the batch; keep one of them")
+    if batches is not None and stream is not None:
+        raise ConfigError(f"batches=... cannot be used with a stream ({type(stream).__name__}); give global_batch_size instead")
+    if batches is not None and drop_last:
+        raise ConfigError("drop_last works only with batch_size or global_batch_size; remove it")

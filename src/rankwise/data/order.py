@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +146,15 @@ def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | st
         )
     rows, window = found
     return BlockOrder(samples, seed, f"in blocks of {rows}, {window} at a time", rows, window)
+
+
+def whole_numbers(values: Any) -> Indices | None:
+    """As int64; None if they are not one row of integers: bools and fractions would be taken for indices."""
+    try:
+        found = np.asarray(values)
+    except (ValueError, TypeError):
+        return None
+    return found.astype(np.int64) if found.ndim == 1 and (found.dtype.kind in "iu" or not len(found)) else None
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
