@@ -230,6 +230,22 @@ def test_lengths_may_be_any_dataset_of_the_file(tmp_path: Path) -> None:
     assert list(dataset[0]) == ["label", "rows", "rows_lengths"]
 
 
+def test_nobody_can_change_the_lengths_that_say_where_samples_are(tmp_path: Path) -> None:
+    for several in (False, True):
+        paths = [file_of(tmp_path / f"{n}.h5", rows=np.arange(6.0), n=np.array([1, 0, 5])) for n in range(1 + several)]
+        dataset = HDF5Dataset(paths, lengths={"rows": "n"})
+        with pytest.raises(ValueError, match="read-only"):
+            dataset.lengths[2] = 4
+        assert dataset[2]["rows"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("indices", [np.array([True, False, True]), [0.0, 1.7], [True, False], [[0, 1]]])
+def test_a_subset_by_a_mask_or_by_fractions_is_an_error(tmp_path: Path, indices: Any) -> None:
+    subset = Subset(HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(3))), indices)
+    with pytest.raises(DataError, match=r"^the Subset of HDF5Dataset has the indices .*; give whole numbers \(of a mask: np"):
+        next(iter(rankwise.Loader(subset, global_batch_size=1, max_epochs=1)))
+
+
 def test_without_lengths_there_is_no_such_attribute(tmp_path: Path) -> None:
     dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(3)))
     assert not hasattr(dataset, "lengths")

@@ -110,7 +110,9 @@ def column(name: str, layouts: Sequence[FileLayout], pad: float) -> Column:
 
 def _joined(of_files: Sequence[Lengths | None]) -> Lengths:
     known = [each for each in of_files if each is not None]
-    return known[0] if len(known) == 1 else np.concatenate(known)
+    joined = known[0].view() if len(known) == 1 else np.concatenate(known)
+    joined.flags.writeable = False  # the places of samples follow from it, and `lengths` of a dataset returns it
+    return joined
 
 
 def _dtype_of(stored: Stored) -> np.dtype[Any]:
