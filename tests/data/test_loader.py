@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from batches import all_of, flat, global_batches, loaders, steps_of, world
 from ranks import on_ranks
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from rankwise.data import LengthBatches, Loader
 from rankwise.data.order import share
@@ -540,3 +541,71 @@ def test_other_data_has_no_more_samples_in_a_batch_than_the_training() -> None:
     data = OfLengthOne(40)
     loader = Loader(data, batches=LengthBatches(tokens=100, max_samples=8), accumulate=2).at(world(0, 1))
     assert max(len(batch) for [batch] in loader.over(data)) == 4
+
+
+# --- what begins a worker
+
+
+class Opened(Items):
+    """Draws from a generator of its own, which a worker sets."""
+
+    generator: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> int:
+        assert self.generator is not None
+        return int(self.generator.integers(10**9))
+
+
+def open_in_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == worker
+    info.dataset.generator = np.random.default_rng(info.seed)
+
+
+def test_a_function_that_begins_a_worker_finds_the_dataset_and_a_seed_that_no_epoch_rank_or_loader_shares() -> None:
+    drawn: list[int] = []
+    for seed in (0, 1):
+        for loader in loaders(Opened(20), 2, seed=seed, num_workers=1, worker_init_fn=open_in_worker, max_epochs=2):
+            drawn += [number for step in loader for batch in step for number in batch.tolist()]
+    assert len(set(drawn)) == len(drawn) == 2 * 2 * 20
+
+
+# --- several loops over one loader
+
+
+def test_a_state_that_is_loaded_in_a_running_loop_is_where_the_loop_continues() -> None:
+    expected = flat(all_of(Items(8), 1, global_batch_size=2, max_epochs=2))
+    for workers in (0, 1):
+        (loader,) = loaders(Items(8), 1, global_batch_size=2, max_epochs=2, workers=workers)
+        taken, state = [], {}
+        for number, [batch] in enumerate(loader):
+            taken += batch.tolist()
+            if number == 1:
+                state = loader.state_dict()
+            if number == 4:
+                loader.load_state_dict(state)
+        assert taken == expected[:10] + expected[4:]
+
+
+def test_two_loops_at_once_share_the_samples_of_one_loader() -> None:
+    expected = flat(all_of(Items(8), 1, global_batch_size=2))
+    (loader,) = loaders(Items(8), 1, global_batch_size=2)
+    pairs = [(a.tolist(), b.tolist()) for [a], [b] in zip(loader, loader, strict=True)]
+    assert [number for pair in pairs for some in pair for number in some] == expected
+    assert loader.epoch == 1
+
+
+# --- numbers of numpy
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
+def test_sizes_may_be_numbers_of_numpy(kind: Any) -> None:
+    given: dict[str, Any] = {"global_batch_size": kind(100), "max_epochs": kind(1), "seed": kind(1), "accumulate": kind(2)}
+    (loader,) = loaders(Items(1000), 1, **given)
+    assert loader.describe() == "1000 samples, 10 steps per epoch"
+    assert flat(global_batches([steps_of(loader)])) == flat(all_of(Items(1000), 1, global_batch_size=100, seed=1))
+    file = io.BytesIO()
+    torch.save(loader.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file) == loader.state_dict()

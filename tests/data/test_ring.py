@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -139,15 +140,27 @@ def test_a_batch_may_have_more_indices_than_a_message_holds() -> None:
 
 
 def test_more_batches_may_be_asked_for_ahead_than_a_socket_holds() -> None:
-    found = batches(range(3000), global_batch_size=1, num_workers=1, prefetch_factor=3000)
-    assert [int(batch) for batch in found] == list(range(3000))
+    found = batches(range(500), global_batch_size=1, num_workers=1, prefetch_factor=500)  # each has a file descriptor
+    assert [int(batch) for batch in found] == list(range(500))
 
 
 def test_a_loop_that_breaks_off_ends_workers_that_have_much_to_send() -> None:
-    found = batches(range(3000), global_batch_size=1, num_workers=1, prefetch_factor=3000)
+    found = batches(range(500), global_batch_size=1, num_workers=1, prefetch_factor=500)  # each has a file descriptor
     assert int(next(found)) == 0
     del found
     assert multiprocessing.active_children() == []
+
+
+def test_an_epoch_leaves_no_open_file_even_before_the_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            assert len(list(batches(range(400), global_batch_size=1, num_workers=1, prefetch_factor=400))) == 400
+        assert len(os.listdir("/proc/self/fd")) - before < 50
+    finally:
+        gc.enable()
 
 
 class Unsendable(Rows):

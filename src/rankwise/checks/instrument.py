@@ -265,7 +265,7 @@ class Instrument:
         return init
 
     def _own_fetched(self, original: Any) -> Any:
-        def fetched(requests: Iterator[Any], fetcher: Any, workers: int, pin: bool = False) -> Iterator[Any]:
+        def fetched(requests: Iterator[Any], fetcher: Any, workers: int, **ways: Any) -> Iterator[Any]:
             mine = _LoaderPass(len(self._loaders))
             self._loaders.append({"asked": None, "whole": 0, "sampler": "rankwise.Loader", "shuffle": False, "spread": True,
                                   "padding": 0})  # fmt: skip
@@ -277,7 +277,7 @@ class Instrument:
                     asked.append(request)
                     yield request
 
-            for answer in original(noted(), fetcher, workers, pin):
+            for answer in original(noted(), fetcher, workers, **ways):
                 samples = self._of(asked.popleft(), answer)
                 mine.samples.append(samples)
                 self._look_into(samples, answer)

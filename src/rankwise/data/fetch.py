@@ -18,20 +18,22 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import getitem
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from rankwise.data.keyed import Key, Keyed
 from rankwise.data.kinds import Empty, draws_nothing, has_getitems, inside, promises, reader_of
 from rankwise.data.order import Indices
 from rankwise.data.ring import Ring, RingContext
+from rankwise.dist import private_names
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import each_tensor
 from rankwise.errors import ConfigError, DataError
@@ -43,9 +45,6 @@ _SHOWN = 8  # indices in the note of an error, at most
 _GROUP = 8  # requests in one message to a worker, at most
 _GROUP_BYTES, _GROUP_S = 1 << 19, 0.002
 """If their batches have fewer bytes, and are made in less time."""
-
-Made = TypeVar("Made")
-Key = Callable[..., None]
 
 
 class Fetcher(Protocol):
@@ -100,15 +99,15 @@ class Workers(NamedTuple):
         )
 
 
-def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
+def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False, seed: int = 0) -> Iterator[Any]:
     """The fetcher's result for each request, in their order. `workers` processes take turns. `pin`: whether memory is pinned if
-    `workers` does not say.
+    `workers` does not say. `seed`: of the workers, for what is not keyed.
 
     An exception in a worker is raised here: with the same type if that can be pickled, otherwise as a DataError with its
     traceback. If no batch arrives for `timeout` seconds, this raises a DataError.
     """
     if workers.num_workers:
-        return _by_workers(requests, fetcher, workers, pin)
+        return _by_workers(requests, fetcher, workers, pin, seed)
     made = fetcher.here
     if workers.pin_memory and torch.accelerator.is_available():
         made = partial(_pinned, made)
@@ -172,33 +171,37 @@ def _result(batch: Any, error: BaseException | None) -> Any:
         del error, batch  # the traceback has this frame
 
 
-def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
+def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool, seed: int) -> Iterator[Any]:
     context = RingContext(multiprocessing.get_context(), _failure)
     groups = _Groups(requests, most=1 if workers.timeout else _GROUP)  # the timeout is for one batch
     sampler: Any = groups
+    begin: Any = _Begin(getattr(fetcher, "dataset", None), workers.worker_init_fn)
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
         batch_sampler=sampler,
         num_workers=workers.num_workers,
         prefetch_factor=workers.prefetch_factor,
-        worker_init_fn=workers.worker_init_fn,
+        worker_init_fn=begin,
         timeout=workers.timeout,
         collate_fn=_Told(fetcher, context.ring),
         pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
         multiprocessing_context=context,
         # A separate generator: drawing the workers' seed must not change the stream from which dropout draws.
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(seed),
     )
-    with _timeout_told(workers.timeout):
-        with _on_cpu():
-            answers = iter(loader)
-        for answer in answers:
-            batches = deque(groups.answered(answer, context.ring.last_bytes))
-            del answer
-            while batches:
-                if isinstance(batches[0], _FetchFailure):
-                    raise unpack_error(batches[0].packed, "in a loader worker", DataError)
-                yield batches.popleft()
+    try:
+        with _timeout_told(workers.timeout):
+            with _on_cpu():
+                answers = iter(loader)
+            for answer in answers:
+                batches = deque(groups.answered(answer, context.ring.last_bytes))
+                del answer
+                while batches:
+                    if isinstance(batches[0], _FetchFailure):
+                        raise unpack_error(batches[0].packed, "in a loader worker", DataError)
+                    yield batches.popleft()
+    finally:
+        context.ring.late.clear()  # they refer to the ring, whose memory would remain until the garbage collection
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
@@ -253,6 +256,19 @@ class _Identity(Dataset[Any]):
         return request
 
 
+class _Begin(NamedTuple):
+    """What a worker calls first. The user's function finds the user's dataset in `get_worker_info()`."""
+
+    dataset: Any
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        if self.dataset is not None:
+            private_names.set_dataset_of_worker(self.dataset)
+        if self.then is not None:
+            self.then(worker)
+
+
 class _FetchFailure(NamedTuple):
     packed: Packed
 
@@ -280,61 +296,6 @@ class _Told:
         return made, time.perf_counter() - began
 
 
-class Keyed:
-    """Calls functions that may draw random numbers. They draw from keyed streams, and the streams of the training do not
-    change.
-
-    To key all streams takes 10 us. So the first call finds out which streams are used, and later calls key only these. If a
-    later call draws from another stream, the streams are restored, and the function is called again with this one keyed too:
-    the numbers that it draws are the same either way.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._drawn: frozenset[str] | None = None
-        self._training = seeds.SavedStreams()
-        self._keyed = seeds.SavedStreams()  # the state right after a key was set, in the first call
-
-    def made(self, make: Callable[[Key | None], Made]) -> Made:
-        """What `make` returns. Its argument is None, or a function: `make` calls it with the words of a key before each draw
-        that uses this key."""
-        self._training.save()
-        if self._drawn is None:
-            return self._first(make)
-        while True:
-            failure = None
-            try:
-                made = make(partial(self._key, self._drawn) if self._drawn else None)
-            except Exception as error:
-                failure = error
-            finally:
-                moved = self._training.restore()
-            if moved <= self._drawn:
-                if failure is not None:
-                    raise failure
-                return made
-            self._drawn |= moved
-
-    def _first(self, make: Callable[[Key | None], Made]) -> Made:
-        drawn: set[str] = set()
-
-        def key(*words: int | str) -> None:
-            drawn.update(self._keyed.moved())
-            self._key(seeds.CPU_STREAMS, *words)
-            self._keyed.save()
-
-        self._keyed.save()
-        try:
-            made = make(key)
-            self._drawn = self._keyed.moved() | drawn
-            return made
-        finally:
-            self._training.restore()
-
-    def _key(self, streams: Set[str], *words: int | str) -> None:
-        seeds.key_streams(seeds.derive(self._seed, *words), streams)
-
-
 class Fetch:
     """(epoch, int64 array of indices) -> a batch of a map-style dataset.
 
@@ -357,6 +318,10 @@ class Fetch:
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
         # Dataset and collate function of earlier versions are keyed in any case.
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
+
+    @property
+    def dataset(self) -> Any:
+        return self._dataset
 
     def advice(self, workers: int) -> str | None:
         """What to change if batches take longer with this number of workers than without: one call that reads from a memory map

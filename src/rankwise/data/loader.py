@@ -23,12 +23,13 @@ import torch
 from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
-from rankwise.data.kinds import hinted_length, length, promises, teller_of, traits_of_split
+from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
 from rankwise.dist import comm, log, private_names
+from rankwise.dist import seed as seeds
 from rankwise.dist.device import DEVICE, local_device, to_device
 from rankwise.dist.left_out import is_used
 from rankwise.dist.world import World
@@ -127,7 +128,7 @@ class Loader:
     ) -> None:
         self._dataset = dataset
         samples = length(dataset)
-        _check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
+        check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
         self._order = order_of(dataset, samples, seed, shuffle)
         check_split(split, dataset, samples is None, batches)
         self._split = split
@@ -343,11 +344,11 @@ class Loader:
                 if step.last:
                     self._end_epoch()
                 self.wait_s += time.perf_counter() - began
-                ready = [micro_batches]
+                here, ready = (self.epoch, self.position), [micro_batches]
                 del step, micro_batches  # so that the memory of batches is free as soon as the loop drops them
                 yield ready.pop()
                 began = time.perf_counter()
-                if self.position == 0:
+                if self.position == 0 or (self.epoch, self.position) != here:  # a state was loaded, or there is another loop
                     break
             else:  # the state is from a run in which the last batch was not dropped: nothing is left
                 self._end_epoch()
@@ -392,7 +393,8 @@ class Loader:
         advice = fetcher.advice(self._workers.num_workers) if isinstance(fetcher, Fetch) else None
         if advice := advice or self._workers.advice(self._world.local_world_size):
             log.warning_once(advice)
-        return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
+        seed = seeds.derive(self.seed, self.epoch, self._world.rank, "workers")
+        return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda", seed=seed)
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
         """The same data and order from the start, in this process, for any rank of any number of ranks. Without `split`,
@@ -484,17 +486,3 @@ class Loader:
             # A micro-batch must not become larger than it was, because that size fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
         self.epoch, self.position = state["epoch"], state["position"]
-
-
-def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last: bool, stream: Any) -> None:
-    """Raises ConfigError unless exactly one argument sets how global batches are cut. `stream`: None if map-style."""
-    given = {"batch_size": of_one, "global_batch_size": of_all, "batches": batches}
-    names = [name for name, value in given.items() if value is not None]
-    if not names:
-        raise ConfigError("give batch_size (per rank and micro-batch), global_batch_size (of a whole step), or batches")
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} all set the batch; keep one of them")
-    if batches is not None and stream is not None:
-        raise ConfigError(f"batches=... cannot be used with a stream ({type(stream).__name__}); give global_batch_size instead")
-    if batches is not None and drop_last:
-        raise ConfigError("drop_last works only with batch_size or global_batch_size; remove it")

@@ -190,6 +190,14 @@ def hidden_worker() -> Iterator[None]:
         module._worker_info = before
 
 
+def set_dataset_of_worker(dataset: Any) -> None:
+    """In a worker: `get_worker_info().dataset` is this object from now on. No effect if torch does not allow it."""
+    from torch.utils.data import get_worker_info
+
+    with contextlib.suppress(AttributeError, TypeError, RuntimeError):
+        object.__setattr__(get_worker_info(), "dataset", dataset)
+
+
 def _of_workers() -> object:
     """The module that knows whether this process is a worker."""
     from torch.utils.data import get_worker_info
