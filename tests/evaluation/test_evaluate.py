@@ -213,6 +213,11 @@ class Moves(Merged):
         self.device = device
 
 
+class OneNumber(Merged):
+    def compute(self) -> Any:
+        return np.array([len(self.words)])
+
+
 class Communicates(Words):
     def compute(self) -> int:
         return len(set().union(*rankwise.all_gather_object(self.words)))
@@ -240,7 +245,7 @@ def distinct(kind: type[Words], samples: int = 29) -> tuple[dict[str, float], li
     return figures(samples, eval_fn, {"words": words}), seen
 
 
-@pytest.mark.parametrize("kind", [Merged, Moves, Communicates])
+@pytest.mark.parametrize("kind", [Merged, Moves, Communicates, OneNumber])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.one_in(2)
 def test_an_object_of_ones_own_is_merged_or_communicates_itself(kind: type[Words], n: int) -> None:

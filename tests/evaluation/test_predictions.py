@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -203,3 +203,29 @@ def test_predictions_are_copies_and_do_not_keep_what_they_are_a_view_of() -> Non
     found = rankwise.predict(first_column, model, rankwise.Loader(data(8), global_batch_size=4, shuffle=False))
     assert found.tolist() == list(range(8))
     assert found.untyped_storage().nbytes() == 8 * 4
+
+
+class Box(NamedTuple):
+    corner: torch.Tensor
+
+
+def in_dicts(model: Any, batch: Any) -> Any:
+    """Writes each batch into the same memory, as rows of other kinds than tensors."""
+    memory[: len(batch[0])] = batch[0][:, None]
+    return [{"row": row[:3], "pair": (row[:1], [row[:2].numpy()]), "box": Box(row[:1]), "name": "x"} for row in memory][
+        : len(batch[0])
+    ]
+
+
+memory = torch.zeros(4, 100_000)
+
+
+def test_what_a_list_of_dicts_holds_is_copied_too() -> None:
+    loader = rankwise.Loader(data(SAMPLES), global_batch_size=4, shuffle=False, max_epochs=1)
+    rows = rankwise.predict(in_dicts, nn.Linear(1, 1), loader)
+    assert [row["row"].tolist() for row in rows] == [[k] * 3 for k in range(SAMPLES)]
+    assert [(row["pair"][0].item(), row["pair"][1][0].tolist(), row["box"].corner.item()) for row in rows] == [
+        (k, [k, k], k) for k in range(SAMPLES)
+    ]
+    assert rows[0]["row"].untyped_storage().nbytes() == 12
+    assert isinstance(rows[0]["box"], Box)

@@ -58,11 +58,12 @@ def test_numbers_of_numpy_keep_their_type_and_those_of_python_are_float32(tmp_pa
     seconds = np.float64(1764170000.25)
     sample = {
         "scalar": seconds, "list": [seconds, 1.0], "arrays": [np.zeros(2)], "plain": 0.25, "pairs": [(0.25, 1), (2, True)],
+        "tuple": (0.25, 1), "of numpy": (seconds, 1.0),
     }  # fmt: skip
     got = written(tmp_path / "x.h5", [sample])[0]
     assert {name: str(value.dtype) for name, value in got.items()} == {
         "scalar": "torch.float64", "list": "torch.float64", "arrays": "torch.float64", "plain": "torch.float32",
-        "pairs": "torch.float32",
+        "pairs": "torch.float32", "tuple": "torch.float32", "of numpy": "torch.float64",
     }  # fmt: skip
     assert [got["scalar"].item(), got["list"][0].item()] == [seconds, seconds]
 

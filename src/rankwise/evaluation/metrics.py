@@ -208,9 +208,9 @@ def _merge(metric: Any, told: Sequence[Any]) -> None:
 def _figures(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {key: number for inner, one in value.items() for key, number in _figures(f"{name}_{inner}", one).items()}
-    if isinstance(value, int | float) or getattr(value, "size", None) == 1:  # a number of numpy
+    if isinstance(value, int | float):
         return {name: float(value)}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if getattr(value, "size", None) == 1 or (isinstance(value, torch.Tensor) and value.numel() == 1):  # also one of numpy
         return {name: float(value.item())}
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise StepError(

@@ -16,6 +16,7 @@ import torch
 from rankwise.data import Loader
 from rankwise.data.order import Indices
 from rankwise.dist import comm
+from rankwise.dist.device import with_values
 from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
 from rankwise.host.arguments import FUNCTION, instance, one_of, takes
@@ -118,9 +119,15 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
 
 def _copied(value: Any) -> Any:
     """In host memory of its own: the function may overwrite its array, or return a small view of a large one."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return value.copy() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return with_values(value, {key: _copied(one) for key, one in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) if torch.is_tensor(value) else value
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:

@@ -368,7 +368,7 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
             raise DataError(f"{name} is bfloat16, which HDF5 does not have; give it as .half() or .float()")
         value = value.detach().cpu().numpy()
     found = np.asarray(value)
-    if found.dtype == np.float64 and isinstance(value, float | list) and _is_plain(value):
+    if found.dtype == np.float64 and isinstance(value, float | list | tuple) and _is_plain(value):
         found = found.astype(np.float32)  # like torch.tensor
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
         raise DataError(f"{name} is of {found.dtype}; give numbers, bool, or a str")
