@@ -602,7 +602,40 @@ def test_models_that_one_script_trains_have_separate_checkpoints_or_are_refused(
     assert trained[1] == trained[0]  # by --fresh everything is trained again, each part once
     assert trained[2][:4] == trained[1]
     assert [line[:3] for line in trained[2][4:]] == ["1 3", "2 3", "3 6", "4 6"]  # resumed, and already done
-    assert sorted(path.name for path in (tmp_path / "folds").iterdir()) == ["fold-1", "fold-1.old-1", "fold-2", "fold-2.old-1"]
+    for fold in ("fold-1", "fold-2"):
+        there = {path.name for path in (tmp_path / "folds" / fold).iterdir() if path.name[0] != "."}
+        assert there == {"old-1", "step-00000003"}
+
+
+USES = """
+import os
+import torch, rankwise
+rankwise.init()
+if "FAILS" in os.environ and not os.path.exists("failed"):
+    open("failed", "w").close()
+    raise OSError("before the first use")
+model = torch.nn.Linear(1, 1)
+for name in ("one", "two"):
+    checkpoints = rankwise.Checkpoints(f"{name}/ck", background=False)
+    step = checkpoints.resume({"model": model})
+    print(name, "resumed from", step, flush=True)
+    checkpoints.save({"model": model}, step + 1)
+    if os.environ.get("KILLED") == name:
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_run_from_scratch_sets_aside_each_folder_of_checkpoints_at_its_first_use_in_any_attempt(launch, tmp_path) -> None:
+    def steps(*options: str, status: int = 0, **environ: str) -> list[int]:
+        run = launch(USES, options=("--nproc", "1", *options), env={**os.environ, **environ})
+        assert run.wait() == status
+        return [int(step) for step in re.findall(r"resumed from (\d)", run.run.log(0).read_text())]
+
+    assert steps() == [0, 0]
+    assert steps() == [0, 0, 1, 1]
+    assert steps("--fresh", "--max-restarts", "1", FAILS="1") == [0, 0]
+    assert steps("--fresh", status=137, KILLED="one") == [0]
+    assert steps() == [0, 1, 0]
 
 
 def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -> None:

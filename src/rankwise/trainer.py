@@ -331,18 +331,15 @@ class Trainer:
         if fresh and self._has_begun:
             raise ConfigError(messages.used_before("fit(fresh=True) starts from scratch"))
         folder = self.checkpoints.folder
-        is_new = use_folder(folder, self.state.model, chosen=self._is_run_chosen or folder != self.run.checkpoints)
+        use_folder(folder, self.state.model, chosen=self._is_run_chosen or folder != self.run.checkpoints)
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status, raised = "ended by an exception", 1, True
         of_folder = None
         try:
             of_folder = take_folder(folder, self.run)
-            if fresh or (attempt.fresh and is_new):
-                if of_folder is not None:
-                    of_folder.release()  # this renames the folder
+            if fresh:
                 self.checkpoints.start_from_scratch()
-                of_folder = take_folder(folder, self.run)
             self._begin(self.state)
             yield self.state
             outcome, status = f"ended after step {self.state.step}", 0

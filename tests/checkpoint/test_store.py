@@ -730,7 +730,7 @@ def test_to_start_from_scratch_sets_aside_what_is_there(folder: Path) -> None:
     checkpoints.save({"a": Box(1)}, 3)
     checkpoints.start_from_scratch()
     assert Checkpoints(folder).resume({"a": Box()}) == 0
-    assert [path.name for path in (folder.parent / f"{folder.name}.old-1").iterdir()] == ["step-00000003"]
+    assert [path.name for path in (folder / "old-1").iterdir()] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("value", [None, "0.5", [0.5]])

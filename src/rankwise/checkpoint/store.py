@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from rankwise import errors
+from rankwise.checkpoint import from_scratch, own_states, resume, sharding
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint import own_states, resume, sharding
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order, remove
@@ -62,7 +62,7 @@ from rankwise.host.arguments import (
     takes,
 )
 from rankwise.run.lease import Fence
-from rankwise.training.open_run import run_path, set_aside
+from rankwise.training.open_run import run_path
 from rankwise.training.state import Stateful
 
 _PARTS = Argument(
@@ -428,15 +428,8 @@ class Checkpoints:
         return self._catalog.is_before_all(best, rank)
 
     def start_from_scratch(self) -> None:
-        """Collective. Rename the checkpoints of an older run. Raises ConfigError if the mirror has any: the run would resume
-        from them."""
-        names = run_on_main(self._mirror.names) if self._mirror is not None else []
-        if names and self._mirror is not None:
-            raise ConfigError(
-                f"to start from scratch, mirror={self._mirror.url!r} must be empty, and it has {names[-1]}; "
-                "give another URL, or empty this one"
-            )
-        run_on_firsts(self._writers(), lambda: set_aside(self.folder) if self.all() else None)
+        """Collective. Move the checkpoints of an older run to FOLDER/old-1. Raises ConfigError if the mirror has any."""
+        from_scratch.start(self.folder, self._mirror, self._writers())
 
     # --- loading
 
@@ -463,6 +456,7 @@ class Checkpoints:
         with agreed():
             resume.check_states(parts)
         self._meet()
+        from_scratch.begin(self.folder, self._mirror, self._writers())
         self._background.join()
         damaged: dict[Path, str] = {}  # on the first rank of each node
         failures: Counter[Path] = Counter()

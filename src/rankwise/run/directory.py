@@ -217,6 +217,7 @@ class RunDir:
         self.failure = path / "failure.json"
         self.checkpoints = path / "checkpoints"
         self.lease = path / "lease.json"
+        self.begun = path / "fresh.json"
         self.function = path / ".function"
 
     def log(self, rank: int) -> Path:
@@ -364,6 +365,8 @@ class RunDir:
         number = len(attempts) + 1
         attempt = replace(Attempt(number, now, host, ranks, argv, parts=parts, fresh=fresh and number == 1), **settings)
         self._write_attempts([*attempts, attempt])
+        if attempt.fresh:
+            write_json(self.begun, [])
         return attempt
 
     def update_attempt(self, attempt: Attempt, **changes: Any) -> Attempt:
@@ -374,6 +377,23 @@ class RunDir:
 
     def _write_attempts(self, attempts: list[Attempt]) -> None:
         write_json(self.world, {"lives": [attempt.record() for attempt in attempts]})
+
+    def is_first_use(self, folder: Path) -> bool:
+        """Whether this run was started with --fresh and has not used this folder of checkpoints: they are of an older run."""
+        used = self._used_folders()
+        return str(folder) not in used if used is not None else self.attempts()[-1].fresh
+
+    def record_use(self, folder: Path) -> None:
+        write_json(self.begun, [*(self._used_folders() or []), str(folder)])
+
+    def _used_folders(self) -> list[str] | None:
+        """None if this run was not started with --fresh, or by a launcher of an earlier version."""
+        try:
+            return [str(folder) for folder in json.loads(self.begun.read_text())]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise RunDirError(f"{self.begun} cannot be read ({error}); start from scratch with --fresh") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt."""

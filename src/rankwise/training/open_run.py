@@ -43,7 +43,7 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
     """Collective. (this attempt, the main rank's lease). Our agent, if there is one, has the lease already."""
     if world.run_dir is not None:
         if fresh:
-            run_on_main(_set_aside, [run])
+            run_on_main(_set_aside, [run.metrics])
         return run.attempts()[-1], None
     lease: Lease | None = None
 
@@ -54,7 +54,7 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
             log.say(f"the older run was moved to {short(aside)}")
         lease = run.take(log.say)
         try:
-            return run.begin_attempt(world.world_size, tuple(sys.argv), fresh=fresh)
+            return run.begin_attempt(world.world_size, tuple(sys.argv))
         except BaseException:
             lease.release()
             raise
@@ -92,10 +92,10 @@ _used: dict[Path, weakref.ref[nn.Module]] = {}
 """The folders of checkpoints that this process has used, and for which model."""
 
 
-def use_folder(folder: Path, model: nn.Module, chosen: bool) -> bool:
-    """Record that `model` is saved in `folder`; returns whether this process has not used the folder before. `chosen`: the
-    script has named it. Raises ConfigError if it has not, and has trained another model there: the checkpoint of that one would
-    be loaded into this one, instead of training it. (In a notebook a cell that creates the model is run again to go on.)"""
+def use_folder(folder: Path, model: nn.Module, chosen: bool) -> None:
+    """Record that `model` is saved in `folder`. `chosen`: the script has named it. Raises ConfigError if it has not, and has
+    trained another model there: the checkpoint of that one would be loaded into this one, instead of training it. (In a
+    notebook the user runs the cell that creates the model again, to continue.)"""
     before = _used.get(folder)
     if before is not None and before() is not model and not chosen and hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigError(
@@ -103,7 +103,6 @@ def use_folder(folder: Path, model: nn.Module, chosen: bool) -> bool:
             'folder: Trainer(..., checkpoints=Checkpoints("runs/second"))'
         )
     _used[folder] = weakref.ref(model)
-    return before is None
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
@@ -145,14 +144,8 @@ def _arguments(attempt: Attempt) -> tuple[str, ...]:
     return attempt.argv[2:] if attempt.argv[:1] == ("-m",) else attempt.argv[1:]
 
 
-def _set_aside(run: RunDir) -> None:
-    """If our agent uses the run directory: rename what an earlier training has left in it."""
-    for path in (run.checkpoints, run.metrics):
-        set_aside(path)
-
-
-def set_aside(path: Path) -> None:
-    """Rename a file or folder, if it exists, to `checkpoints.old-1` or a similar name."""
+def _set_aside(path: Path) -> None:
+    """Rename a file, if it exists, to `metrics.jsonl.old-1` or a similar name."""
     count = 1
     while (other := path.with_name(f"{path.name}.old-{count}")).exists():
         count += 1
