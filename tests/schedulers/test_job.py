@@ -40,6 +40,7 @@ def test_every_other_character_can() -> None:
 
 
 def test_a_scheduler_whose_command_is_not_there_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # a folder that may not be searched would be the reason
     with pytest.raises(ConfigError, match=r"^nosuch: No such file or directory; type this$"):
         job.call(["nosuch"], "type this")
     with pytest.raises(ConfigError, match=r"^/nosuch: No such file or directory; start the run again$"):
