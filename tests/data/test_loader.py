@@ -188,7 +188,10 @@ def test_the_state_of_another_training_is_refused(name: str, change: dict[str, A
     (first,) = loaders(Items(23), 1)
     (second,) = loaders(Items(24 if name == "samples" else 23), 1, **change)
     before = second.state_dict()
-    with pytest.raises(ConfigError, match=rf"{name}=.* this run has {name}=.*--fresh.*--name"):
+    cure = {"seed": "give seed=0", "shuffle": "give shuffle=True", "samples": "use the same data and the same Loader"}[name]
+    with pytest.raises(
+        ConfigError, match=rf"{name}=.* this run has {name}=.*; {cure}, or start a new run with --fresh.*--name"
+    ):
         second.load_state_dict(first.state_dict())
     assert second.state_dict() == before
 

@@ -111,6 +111,18 @@ def tell(metrics: dict[str, Any], batch: Any) -> None:
             metric.update(x.softmax(1), y)
 
 
+def of_no_batch() -> dict[str, float]:
+    evaluate = Evaluate(rankwise.Loader(data(9), global_batch_size=3), tell, metrics=made(("f1", "largest", "auroc")[:2]))
+    return evaluate.figures(nn.Identity(), batches=[])
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_metrics_of_no_batch_on_any_rank_are_those_of_objects_that_were_never_updated() -> None:
+    [alone] = on_ranks(1, of_no_batch)
+    assert alone["eval_f1"] == 0.0
+    assert on_ranks(2, of_no_batch) == [alone, alone]
+
+
 TOGETHER = ("f1", "auroc", "largest", "perplexity", "wer", "each", "some")
 
 

@@ -182,6 +182,12 @@ def test_a_file_that_others_wrote_has_nothing_to_verify(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "x.h5").verify() == 0
 
 
+def test_an_empty_list_has_numbers_of_the_type_that_its_field_has(tmp_path: Path) -> None:
+    got = written(tmp_path / "x.h5", [{"n": [1, 2], "t": (0.5,)}, {"n": [], "t": ()}, {"n": [3], "t": [1.5]}])
+    assert [(sample["n"].tolist(), sample["t"].tolist()) for sample in got] == [([1, 2], [0.5]), ([], []), ([3], [1.5])]
+    assert got[1]["n"].dtype == torch.int64
+
+
 # --- complete or absent
 
 

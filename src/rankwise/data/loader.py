@@ -464,9 +464,11 @@ class Loader:
         now, state = common | self.state_dict(), common | state
         for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):
             if state[name] != now[name]:
+                is_argument = name in ("seed", "uneven", "split") or isinstance(state[name], bool)
+                cure = f"give {name}={state[name]!r}" if is_argument else "use the same data and the same Loader"
                 raise ConfigError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}; "
-                    f"give {name}={state[name]}, or start a new run with --fresh or --name NAME"
+                    f"{cure}, or start a new run with --fresh or --name NAME"
                 )
         name = "global_batch_tokens" if self._by == "tokens" else "global_batch_size"
         if state[name] != now[name]:

@@ -102,8 +102,9 @@ class Metrics:
         told = comm.gather_object(mine, home)
         figures: dict[str, float] = {}
         with agreed():  # computing may take long
-            if told:
+            if told and (ranks or comm.is_alone()):
                 take(metric, told if comm.is_alone() else [told[rank] for rank in ranks])
+            if told:
                 figures = _figures(name, _quietly(metric.compute))
         return comm.broadcast_object(figures, home)
 

@@ -119,7 +119,9 @@ class HDF5Writer:
         if not self._fields:
             self._open_spools(values)
         for name, value in values.items():
-            self._fields[name].check(value, self._samples)
+            if not value.size and isinstance(fields[name], list | tuple) and not self._fields[name].is_text:
+                values[name] = value.astype(self._fields[name].dtype)  # an empty list has numbers of any type
+            self._fields[name].check(values[name], self._samples)
         try:
             for name, value in values.items():
                 self._fields[name].add(value)
