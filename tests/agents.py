@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from plans import plan
 
 from rankwise.run.directory import Failure, RunDir, write_json
 from rankwise.run.plan import Host
+from rankwise.schedulers.job import AGENT
 
 PLAN = plan(
     argv=("script.py",), on="ssh", nproc=0, tee="none", join_timeout_s=20.0, node_wait_s=4.0, grace_s=20.0, stall_warn_s=0.0,
@@ -52,7 +52,7 @@ class Agents:
         write_json(self.run.plan, planned.record())
         environment = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "HOSTS": str(self.hosts)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rankwise.agent", str(self.run.path)], env=environment, cwd=self.folder,
+            [*AGENT, str(self.run.path)], env=environment, cwd=self.folder,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         return self

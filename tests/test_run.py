@@ -45,6 +45,16 @@ def train(pause_s: float | str = 0.0, steps: int = 40) -> str:
     return TRAIN.replace("PAUSE", str(pause_s)).replace("STEPS", str(steps))
 
 
+def test_files_in_the_current_folder_named_like_modules_of_python_are_not_imported(tmp_path: Path) -> None:
+    for name in ("secrets", "platform", "random", "socket", "uuid", "selectors"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError(f'{__file__} was imported')")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("import secrets; print(len(secrets.token_hex(4)))")
+    words = [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "src/train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
 def test_a_rank_finds_the_whole_of_torchruns_contract(launch) -> None:
     run = launch("import os, json; print(json.dumps({k: v for k, v in os.environ.items()}))", options=("--nproc", "3"))
     assert run.wait() == 0

@@ -1,6 +1,7 @@
 """The start of the command: `rankwise`, and `python -m rankwise`."""
 
 import signal
+import sys
 
 
 def start() -> None:
@@ -14,4 +15,6 @@ def start() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder: it may contain a secrets.py or platform.py, which rankwise must not import
     start()

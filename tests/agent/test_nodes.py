@@ -69,6 +69,12 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks exited with status 0")
 
 
+def test_a_file_that_the_other_host_has_in_its_first_folder_is_not_imported_by_its_agent(agents: New) -> None:
+    run = agents()
+    (run.folder / "secrets.py").write_text("raise ImportError('imported')")
+    assert run.start("print('trained')", A, B).wait() == (0, "")
+
+
 def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM_AGENTS[0], "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

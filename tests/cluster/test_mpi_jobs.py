@@ -94,7 +94,7 @@ def test_each_host_gets_one_agent_whatever_its_slots_with_the_folder_and_what_py
         "print(os.uname().nodename, os.getcwd(), env.get('PYTHONPATH'), width)\n"
     )
     run = job(mpirun, "agent.py", nodes=2, min_nodes=2, hosts=(Host("node2", 2), Host("node1", 0)))
-    write_text(run.job, run.job.read_text().replace(f"-m rankwise.agent {shlex.quote(str(run.path))}", "agent.py"))
+    write_text(run.job, run.job.read_text().replace(f"-P -m rankwise.agent {shlex.quote(str(run.path))}", "agent.py"))
     monkeypatch.setenv("PYTHONPATH", "/a b")
     done = subprocess.run(["/bin/sh", run.job], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     cores = len(os.sched_getaffinity(0))

@@ -191,7 +191,7 @@ def test_exit_99_starts_the_job_once_more_under_its_number_and_its_output_goes_o
         "import os, sys\nprint('restarted', os.environ['RESTARTED'])\nsys.exit(99 * (os.environ['RESTARTED'] == '0'))\n"
     )
     run = job("train.py", requeue=True)
-    write_text(run.job, run.job.read_text().replace(f"-m rankwise.agent {shlex.quote(str(run.path))}", "train.py"))
+    write_text(run.job, run.job.read_text().replace(f"-P -m rankwise.agent {shlex.quote(str(run.path))}", "train.py"))
     job_id = scheduler.submit(str(run.job), {})
     assert until("ended", job_id).status == 0
     assert output(run, job_id) == "restarted 0\nrestarted 1\n"
@@ -206,7 +206,7 @@ def in_a_job_of_two_hosts(sge: Start, source: str) -> tuple[Any, str]:
         f"{source}\njson.dump(found, open('found', 'w'))\n"
     )
     run = job("head.py", pe="mpi", slots=3)
-    write_text(run.job, run.job.read_text().replace(f"-m rankwise.agent {shlex.quote(str(run.path))}", "head.py"))
+    write_text(run.job, run.job.read_text().replace(f"-P -m rankwise.agent {shlex.quote(str(run.path))}", "head.py"))
     job_id = scheduler.submit(str(run.job), {})
     assert until("ended", job_id).status == 0, output(run, job_id)
     return json.loads(Path("found").read_text()), output(run, job_id)

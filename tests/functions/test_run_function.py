@@ -118,6 +118,11 @@ def test_each_rank_returns_in_the_order_of_the_ranks_and_what_they_print_is_show
     assert not run.function.exists()  # no pickle is left
 
 
+def test_the_launcher_of_a_function_imports_no_file_of_the_current_folder_named_like_a_module_of_python() -> None:
+    Path("calendar.py").write_text("raise ImportError('imported')")
+    assert rankwise.run_function(times_rank, (2,), nproc=2) == [0, 2]
+
+
 def waits_for(mark: str) -> int:
     while not Path(mark).exists():
         time.sleep(0.01)

@@ -34,6 +34,7 @@ from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_d
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import Foreground, Hosts, Jobs, Launcher
+from rankwise.schedulers.job import AGENT
 
 _SAY_EVERY_S = 10.0
 _FIND_S = 300.0  # how long a member looks for the head; how long the head waits for members is in the plan
@@ -160,7 +161,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
         elsewhere = {there: host for there, host in hosts.items() if there != here}
-        command = [sys.executable, "-m", "rankwise.agent", "-"]
+        command = [*AGENT, "-"]
         nodes = Nodes(
             plan,
             run,

@@ -292,6 +292,7 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
     command = [
         sys.executable,
         *private_names.interpreter_flags(),
+        "-P",  # the current folder may contain a secrets.py or platform.py, which the launcher must not import
         "-m",
         "rankwise.functions.launcher",
         str(theirs_in),

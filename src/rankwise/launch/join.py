@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from rankwise.launch.scheduler_choice import Choice
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir
 from rankwise.schedulers import Jobs
+from rankwise.schedulers.job import AGENT
 from rankwise.schedulers.ranks import Tasks
 
 
@@ -73,7 +73,7 @@ def follow(started: Started, run: RunDir) -> int:
     """Run any process except the first: its agent follows the head's orders. Returns 0 unless the head was lost: the first
     process returns the exit status of the run."""
     processes.become_subreaper()
-    words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
+    words = [*AGENT, str(run.path), "--node", str(started.tasks.index)]
     agent = os.posix_spawn(words[0], words, os.environ, setsid=True)
     for signum in processes.stop_signals():
         signal.signal(signum, lambda number, _: processes.send(agent, number))

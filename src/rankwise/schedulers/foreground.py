@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rankwise.host import processes
 from rankwise.run.plan import Plan
-from rankwise.schedulers.job import State
+from rankwise.schedulers.job import AGENT, State
 from rankwise.schedulers.protocols import Jobs
 
 
@@ -23,7 +22,7 @@ class Foreground(Jobs):
         return True
 
     def render(self, plan: Plan) -> str:
-        command = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
+        command = [*AGENT, plan.run_dir]
         return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:

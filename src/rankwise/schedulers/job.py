@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
 
+AGENT = (sys.executable, "-P", "-m", "rankwise.agent")
+"""Starts an agent. -P: the current folder may contain a secrets.py or platform.py, which the agent must not import."""
+
 _PATIENCE_S = 60.0
 
 
@@ -53,7 +56,7 @@ def agent(run_dir: str = "") -> str:
 
     The launcher's own message may be lost: with plain srun, one in twenty never arrives. `run_dir` empty: the caller adds it.
     """
-    words = [sys.executable, "-m", "rankwise.agent", *([run_dir] if run_dir else [])]
+    words = [*AGENT, *([run_dir] if run_dir else [])]
     return f"{shlex.join(['/bin/sh', '-c', _CHECK, 'sh'])} \\\n  {shlex.join(words)}"
 
 

@@ -10,4 +10,4 @@ cd /home/u || { echo "rankwise: $(uname -n) does not see the script's folder; us
 bind=$(scontrol show config | grep -q '^TaskPlugin .*affinity' && echo --cpu-bind=none)
 exec srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 $bind --kill-on-bad-exit=1 \
   /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
-  @PYTHON@ -m rankwise.agent /home/u/100%
+  @PYTHON@ -P -m rankwise.agent /home/u/100%
