@@ -55,6 +55,15 @@ def test_files_in_the_current_folder_named_like_modules_of_python_are_not_import
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
+def test_every_variable_of_the_command_reaches_the_ranks_whatever_its_name(launch, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(".")
+    own = {"BASH_FUNC_module%%": "() {  echo module $*\n}", "a.b-c": "1", "PWD": str(tmp_path / "link")}
+    run = launch("import os, json; print(json.dumps(dict(os.environ)))", options=("--nproc", "1"), env={**os.environ, **own})
+    assert run.wait() == 0
+    found = json.loads(run.run.log(0).read_text())
+    assert {name: found.get(name) for name in own} == own
+
+
 def test_a_rank_finds_the_whole_of_torchruns_contract(launch) -> None:
     run = launch("import os, json; print(json.dumps({k: v for k, v in os.environ.items()}))", options=("--nproc", "3"))
     assert run.wait() == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankwise.host import processes
@@ -15,15 +17,14 @@ from rankwise.schedulers.protocols import Jobs
 
 
 class Foreground(Jobs):
-    """A shell script that becomes the agent of this node."""
+    """The agent of this node. job.sh shows how it is started; a shell does not read it."""
 
     def attached(self, env: Mapping[str, str]) -> bool:
         """Always."""
         return True
 
     def render(self, plan: Plan) -> str:
-        command = [*AGENT, plan.run_dir]
-        return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
+        return _only_starts(plan.cwd, [*AGENT, plan.run_dir])
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         return start(self, script)
@@ -36,9 +37,14 @@ class Foreground(Jobs):
         os.kill(int(job["id"]), self.stop_signals.get(signal.SIGTERM, signal.SIGTERM))
 
 
+def _only_starts(folder: str, command: Sequence[str]) -> str:
+    """The text that starts `command` in `folder`, and does nothing else."""
+    return f"#!/bin/sh\ncd {shlex.quote(folder)} || exit 2\nexec {shlex.join(command)}\n"
+
+
 def start(queue: Jobs, script: str) -> str:
-    """Run the script that `queue` has rendered, with the shell that its first line names; returns the process id. The process
-    has its own session: a signal from the terminal (Ctrl-C) reaches only the launcher."""
+    """Run the script that `queue` has rendered; returns the process id. The process has its own session: a signal from the
+    terminal (Ctrl-C) reaches only the launcher."""
     return _start_bound(script) if queue.stop_signals else _start(script)
 
 
@@ -69,6 +75,15 @@ def _start_bound(path: str) -> str:
 
 
 def _command(path: str) -> list[str]:
-    with open(path, "rb") as file:
-        first = file.readline()
-    return [*(first[2:].decode().split() if first.startswith(b"#!") else ["/bin/sh"]), path]
+    """The script, with the shell that its first line names; or the agent itself if the script only starts one, in this folder.
+
+    A shell would change the environment: `cd` sets PWD, and dash, the /bin/sh of Debian, drops the variables whose names are
+    not identifiers, for example the functions that bash exports (`module`).
+    """
+    text = Path(path).read_text("utf-8", "surrogateescape")
+    with contextlib.suppress(ValueError, OSError):
+        words = shlex.split(text.partition("\n")[2])
+        if text == _only_starts(os.getcwd(), words[6:]):
+            return words[6:]
+    first = text.partition("\n")[0]
+    return [*(first[2:].split() if first.startswith("#!") else ["/bin/sh"]), path]
