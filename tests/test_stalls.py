@@ -67,6 +67,36 @@ def test_steps_of_a_script_that_prints_nothing_are_progress_though_one_rank_is_a
     assert "no progress" not in run.output()
 
 
+def test_a_rank_that_raised_and_cannot_exit_fails_when_the_grace_is_over_and_the_run_restarts(launch) -> None:
+    run = launch(
+        "import os, threading\nif os.environ['RANK'] == os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n    raise ValueError('loss is nan')",
+        options=("--nproc", "2", "--grace", "0.5", "--max-restarts", "1"),
+    )
+    assert run.wait() == 0
+    assert "rank 0 raised ValueError: loss is nan (script.py:4); restarting all ranks, 1 of 1" in run.output()
+
+
+def test_the_traceback_of_a_rank_that_raised_and_cannot_exit_is_shown(launch) -> None:
+    run = launch(
+        "import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise ValueError('loss is nan')",
+        options=("--nproc", "1", "--grace", "0.5"),
+    )
+    assert run.wait() == 1
+    assert run.output().count("ValueError: loss is nan\n") == 1
+    assert "rank 0 raised ValueError: loss is nan (script.py:3), on" in run.output()
+
+
+def test_a_rank_that_raised_may_save_at_its_exit_as_long_as_the_grace_is(launch) -> None:
+    run = launch(
+        "import atexit, pathlib, time\natexit.register(lambda: (time.sleep(2), pathlib.Path('saved').touch()))\n"
+        "raise ValueError('loss is nan')",
+        options=("--nproc", "1", "--grace", "100"),
+    )
+    assert run.wait() == 1
+    assert (run.folder / "saved").exists()
+
+
 def test_a_stopped_rank_is_named_long_before_anything_times_out_and_so_is_its_return(launch) -> None:
     run = launch("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
     pid = run.pids()[1]

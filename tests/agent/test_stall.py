@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rankwise.agent import stall
-from rankwise.agent.stall import Frame, Observation, judge, parse
+from rankwise.agent.rank_processes import Rank
+from rankwise.agent.stall import Frame, Observation, StallWatch, judge, parse
+from rankwise.run.directory import RunDir
 
 ALL_REDUCE = (
     Frame("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
@@ -98,6 +104,35 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 def test_a_single_rank_without_steps_is_never_a_stall() -> None:
     assert judge([seen(0, ALL_REDUCE)], sure=False) is None
+
+
+class Raised:
+    """The processes of two ranks: rank 1 has raised at 100 s and still runs."""
+
+    started = True
+    alive = (Rank(0, os.getpid()), Rank(1, os.getpid(), raised=100.0, exception="ValueError: loss is nan (train.py:61)"))
+    ranks = alive
+
+    def notice_raised(self) -> None: ...
+    def progress(self) -> int:
+        return 0
+
+
+def test_a_rank_that_raised_five_seconds_ago_and_still_runs_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    processes: Any = Raised()
+    watch = StallWatch(RunDir(tmp_path), processes, 0.0, 120.0, said.append, lambda *_: None)
+    monkeypatch.setattr(stall.processes, "children", lambda _: [])
+    for now, count in ((104.0, 0), (106.0, 1), (108.0, 1)):
+        monkeypatch.setattr(stall.time, "monotonic", lambda now=now: now)
+        watch.look()
+        assert len(said) == count
+    assert said == [
+        "rank 1 raised ValueError: loss is nan (train.py:61) 6 s ago and has not exited, because a thread, a child process "
+        "or an atexit function still runs (child processes: none); all ranks are killed 120 s after the exception (--grace)"
+    ]
 
 
 def test_the_main_threads_stack_is_read_from_a_dump() -> None:

@@ -429,7 +429,7 @@ class Head:
             summary=root_cause.summary(culprit, ends),
             exit_status=root_cause.exit_status(culprit),
             exit_code=culprit.exit_code,
-            signal=root_cause.signal_name(culprit.signum) if culprit.signum is not None else None,
+            signal=root_cause.signal_name(culprit.killed_by) if culprit.killed_by is not None else None,
             exception=culprit.exception,
             traceback=culprit.traceback,
             step=culprit.step,

@@ -263,7 +263,9 @@ class Node:
         self._processes = RankProcesses(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
         self._console = self._open_console(numbers)
         self._rings = Rings(self.ranks) if self._plan.check_collectives else None
-        self._stalls = StallWatch(self.run, self._processes, self._plan.stall_warn_s, self.sink.say, self._stalled)
+        self._stalls = StallWatch(
+            self.run, self._processes, self._plan.stall_warn_s, self._plan.grace_s, self.sink.say, self._stalled
+        )
         self._starter.start([self._spec(rank) for rank in numbers])
         if self._starter.channel is not None:  # only during an attempt: otherwise nobody reads from it
             self._events.register(self._starter.channel)
@@ -342,7 +344,7 @@ class Node:
             pids=tuple(rank.pid for rank in self._processes.ranks) if self._processes.started else (),
             alive=tuple(rank.rank for rank in self._processes.alive),
             awaited=bool(self._processes.awaited),
-            failed=self._processes.any_failed,
+            failed=self._processes.any_failed(self._plan.grace_s),
             joined=tuple(self._orders.first + row for row in self._page.joined()),
             flag=self._page.flagged(),
             begun=self._page.begun,

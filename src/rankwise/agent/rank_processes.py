@@ -20,11 +20,13 @@ from rankwise.agent import exception_text, out_of_memory
 from rankwise.agent.mapped_files import MappedFiles
 from rankwise.agent.root_cause import Evidence
 from rankwise.host import processes
+from rankwise.host.text import cut
 from rankwise.ipc.shared_page import FINISHED, Page, Row
 from rankwise.run.directory import RunDir
 
 _LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after what we look for
 _MOST_COMPARED = 4
+_LINE = 160  # characters of an exception
 _KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
 _BELOW_S = 3.0  # how long after a request the processes that a rank has started are asked too, if the rank has not exited
 KILL_LARGE_S = 60.0  # freeing hundreds of GB may take long, without state D: do not give up early
@@ -66,6 +68,12 @@ class Rank:
 
     asked: tuple[int, float] | None = None
     """The request that was passed on to it, and when (monotonic); None if there was none, or its descendants have it too."""
+
+    raised: float | None = None
+    """When its exception was first seen (monotonic); None if it has raised none, as far as is known."""
+
+    exception: str = ""
+    """`ValueError: loss is nan (train.py:61)`, once `raised` is set."""
 
     killed: float | None = None
     """When it first got SIGKILL (monotonic); None if never."""
@@ -117,9 +125,12 @@ class RankProcesses:
     def stuck_pids(self) -> set[int]:
         return {rank.pid for rank in self.ranks if rank.stuck is not None}
 
-    @property
-    def any_failed(self) -> bool:
-        return any(rank.failed for rank in self.ranks)
+    def any_failed(self, grace_s: float) -> bool:
+        """Whether a rank has exited with another status than 0, or raised more than `grace_s` ago and has not exited."""
+        latest = time.monotonic() - grace_s
+        return any(rank.failed for rank in self.ranks) or any(
+            rank.raised is not None and rank.raised < latest for rank in self.alive
+        )
 
     def announce(self, pids: list[int]) -> None:
         for rank, pid in zip(self.ranks, pids, strict=True):
@@ -161,6 +172,14 @@ class RankProcesses:
         """Record which files the running ranks have mapped."""
         if self.started:
             self._maps.look([rank.pid for rank in self.alive])
+
+    def notice_raised(self) -> None:
+        """Find the ranks that have raised and still run. It reads a file of each rank: call it once a second."""
+        for rank in self.alive:
+            if rank.raised is None and (told := self._reworded(rank, self._record(rank))) is not None:
+                rank.raised = time.monotonic()
+                line = cut(next(iter(told.exception.splitlines()), ""), _LINE)
+                rank.exception = f"{line} ({told.where})" if told.where else line
 
     def notice_stuck(self) -> None:
         """Find the ranks that SIGKILL should have ended by now: from then on nobody waits for them."""
@@ -232,14 +251,12 @@ class RankProcesses:
 
     def _evidence(self, rank: Rank) -> Evidence:
         code = os.waitstatus_to_exitcode(rank.status) if rank.status is not None else None
-        record: dict[str, Any] = {}
-        path = self._run.exception(rank.rank)
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
-            path.unlink(missing_ok=True)
+        record = self._record(rank)
+        with contextlib.suppress(OSError):
+            self._run.exception(rank.rank).unlink(missing_ok=True)
         log = self._run.log_tail(rank.rank, _LOG_TAIL_BYTES) if code is not None and code < 0 else b""
         printed = log.decode(errors="replace")
-        told = exception_text.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
+        told = self._reworded(rank, record)
         return Evidence(
             rank=rank.rank,
             exit_code=code if code is not None and code >= 0 else None,
@@ -254,6 +271,18 @@ class RankProcesses:
             remark=self._remark_on_exception(rank, told) if told is not None else self._remark_on_signal(rank, code, printed),
             stuck=rank.stuck if code is None else None,
         )
+
+    def _record(self, rank: Rank) -> dict[str, Any]:
+        """What the rank has recorded of the exception that stopped it (exception_record.py); empty if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            text = self._page.last_words(rank.rank - self._first) or self._run.exception(rank.rank).read_text()
+            return dict(json.loads(text))
+        return {}
+
+    def _reworded(self, rank: Rank, record: dict[str, Any]) -> exception_text.ExceptionText | None:
+        if not record:
+            return None
+        return exception_text.reword(record, rank.rank, self._script, len(self.ranks), self._checked)
 
     def _remark_on_signal(self, rank: Rank, code: int | None, printed: str) -> str | None:
         if code == -signal.SIGKILL:

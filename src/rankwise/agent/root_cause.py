@@ -71,6 +71,11 @@ class Evidence:
     """Why its node can no longer be reached; nothing else is known of such a rank."""
 
     @property
+    def killed_by(self) -> int | None:
+        """The signal that ended it. None if it had raised, and was still exiting when the agent's signal came."""
+        return None if self.sent and self.exception is not None else self.signum
+
+    @property
     def follows(self) -> bool:
         """Whether this end only shows that a peer is gone."""
         return self._says_so and not _PYTHONS_OWN.match(self.exception or "")
@@ -128,12 +133,9 @@ def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
 
 
 def exit_status(end: Evidence) -> int:
-    """As a shell reports it; 1 for a rank that exited early with 0, which is a failure too.
-
-    For a rank that raised and was still exiting when the agent's signal came: the status of its exception.
-    """
-    if end.signum is not None and not (end.sent and end.exception is not None):
-        return 128 + end.signum
+    """As a shell reports it; 1 for a rank that exited early with 0, which is a failure too."""
+    if end.killed_by is not None:
+        return 128 + end.killed_by
     return end.exit_code or 1
 
 
@@ -173,11 +175,11 @@ def _cannot_be_killed(end: Evidence) -> str:
 def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
-    if end.signum is not None:
-        usual = _USUAL.get(end.signum) if not end.remark else None
+    if end.killed_by is not None:
+        usual = _USUAL.get(end.killed_by) if not end.remark else None
         known = "; ".join(text for text in (end.where, usual) if text)
         remark = f": {end.remark}" if end.remark else ""
-        return f"was killed by {signal_name(end.signum)}{at}{f' ({known})' if known else ''}{remark}"
+        return f"was killed by {signal_name(end.killed_by)}{at}{f' ({known})' if known else ''}{remark}"
     if end.exception is not None:
         ours = (end.traceback or "").startswith("error: ")  # of rankwise: the console shows no other text of it
         return f"raised {_first_line(end.exception, None if ours else 320)}{at}{where}{f'; {end.remark}' if end.remark else ''}"

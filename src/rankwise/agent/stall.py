@@ -1,11 +1,11 @@
 """A run that does not fail and makes no progress: which rank blocks the others, and where it is.
 
-    watch = StallWatch(run, processes, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
+    watch = StallWatch(run, processes, 120.0, 120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
     line = judge(observed_on_all_nodes, sure)                                              # at the head
 
-A stopped rank is visible in /proc at once. Otherwise, if nothing has happened for `warn_s` (no step, no collective, no metrics,
-no output), the ranks' Python stacks are sampled three times: ranks inside a collective wait for the other ranks. This module
-only reports; it ends nothing.
+A stopped rank is visible in /proc at once, and a rank that raised and does not exit in its record. Otherwise, if nothing has
+happened for `warn_s` (no step, no collective, no metrics, no output), the ranks' Python stacks are sampled three times: ranks
+inside a collective wait for the other ranks. This module only reports; it ends nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _SAMPLES = 3
 _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
+_RAISED_S = 5.0  # most ranks that raise exit sooner
 _ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -164,6 +165,7 @@ class _Watched:
 
     stopped: _HeldStacks = field(default_factory=_HeldStacks)
     blocked: _HeldStacks = field(default_factory=_HeldStacks)
+    told_raised: bool = False
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
     cpu_s: float = 0.0
@@ -177,12 +179,14 @@ class StallWatch:
         run: RunDir,
         processes: RankProcesses,
         warn_s: float,
+        grace_s: float,
         say: Callable[[str], None],
         stalled: Callable[[float, Sequence[Observation], str], None],
     ) -> None:
         self._run = run
         self._processes = processes
         self._warn_s = warn_s
+        self._grace_s = grace_s
         self._say = say
         self._stalled = stalled
         self._watched = {rank.rank: _Watched() for rank in processes.ranks}
@@ -197,12 +201,28 @@ class StallWatch:
         if now < self._next_look or not self._processes.started:
             return
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
+        self._processes.notice_raised()
+        for rank in self._processes.alive:
+            self._tell_raised(rank, now)
         stopped = [rank for rank in self._processes.alive if self._is_stopped(rank, now)]
         progress = self._processes.progress()
         if progress != self._seen or stopped:
             self._seen, self._moved, self._sampling_since = progress, now, 0.0
         elif self._warn_s and now - self._moved >= self._warn_s:
             self._sample(now)
+
+    def _tell_raised(self, rank: Rank, now: float) -> None:
+        """Report, once, a rank that has raised and does not exit: the console shows none of its output after the exception."""
+        watched = self._watched[rank.rank]
+        if watched.told_raised or rank.raised is None or now - rank.raised < _RAISED_S:
+            return
+        watched.told_raised = True
+        children = listed(processes.children(rank.pid), 3) or "none"
+        self._say(
+            f"rank {rank.rank} raised {rank.exception} {now - rank.raised:.0f} s ago and has not exited, because a thread, a "
+            f"child process or an atexit function still runs (child processes: {children}); all ranks are killed "
+            f"{self._grace_s:g} s after the exception (--grace)"
+        )
 
     def _is_stopped(self, rank: Rank, now: float) -> bool:
         """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is normal for any
