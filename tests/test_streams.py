@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_what_cannot_be_printed_is_said_in_one_line_with_status_1(verb: str, unb
     assert done.returncode == 1
     assert done.stderr.endswith(NO_SPACE)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "report"])
+def test_a_failure_that_names_a_file_which_is_not_utf_8_is_printed(verb: str) -> None:
+    run = RunDir(Path("runs/train"))
+    run.prepare(fresh=False)
+    attempt = run.begin_attempt(1, ("train.py",))
+    outcome = f"rank 0 raised ValueError: {os.fsdecode(b'caf' + bytes([0xE9]) + b'.wav')}"
+    run.update_attempt(attempt, ended=time.time(), status=1, outcome=outcome)
+    done = in_shell(f"{COMMAND} {verb} train", PYTHONIOENCODING="utf-8:strict")
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert "ValueError: caf\\udce9.wav" in done.stdout
 
 
 def test_logs_that_cannot_be_printed_are_said_to_be_that() -> None:

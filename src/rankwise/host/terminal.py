@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import shlex
@@ -37,6 +38,13 @@ def open_closed_streams() -> None:
             stream = open(null, mode, closefd=False)  # noqa: SIM115  # stays open as long as this process runs
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+
+
+def print_any_text() -> None:
+    """Let this process print text that the terminal's encoding does not have, for example the name of a file that is not UTF-8:
+    escaped, as on stderr. In a C locale Python writes such a name unchanged."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:

@@ -26,6 +26,7 @@ class Group(click.Group):
     def main(self, *args: Any, **options: Any) -> NoReturn:
         """As click's, but also works if standard streams are closed or cannot be written, and under PYTHONINSPECT."""
         terminal.open_closed_streams()
+        terminal.print_any_text()
         lost, status = None, 0
         try:
             super().main(*args, **options)
