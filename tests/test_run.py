@@ -64,6 +64,15 @@ def test_every_variable_of_the_command_reaches_the_ranks_whatever_its_name(launc
     assert {name: found.get(name) for name in own} == own
 
 
+def test_an_environment_that_is_larger_than_a_pipe_reaches_the_ranks(launch) -> None:
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(12)}
+    run = launch(
+        "import os; print(sum(len(value) for name, value in os.environ.items() if name.startswith('LARGE_')))",
+        options=("--nproc", "1", "--start-method", "spawn"), env={**os.environ, **large},
+    )  # fmt: skip
+    assert (run.wait(), run.run.log(0).read_text()) == (0, "1200000\n")
+
+
 def test_a_rank_finds_the_whole_of_torchruns_contract(launch) -> None:
     run = launch("import os, json; print(json.dumps({k: v for k, v in os.environ.items()}))", options=("--nproc", "3"))
     assert run.wait() == 0

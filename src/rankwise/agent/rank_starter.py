@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -86,13 +85,11 @@ class Starter:
                 self._outbox = self._outbox[self.channel.send(self._outbox) :]
 
     def _start_once(self, spec: Spec) -> int:
-        reader, writer = os.pipe()
-        try:
-            _fill(writer, json.dumps(spec).encode())
-            os.close(writer)
-            process = self._python("once" if self._plan.interpreter else "exec", reader, spec["environment"])
-        finally:
-            os.close(reader)
+        mode = "once" if self._plan.interpreter else "exec"
+        with open(os.memfd_create("spec"), "w+") as file:  # not a pipe: an environment may be larger than a pipe can be
+            json.dump(spec, file)
+            file.seek(0)
+            process = self._python(mode, file.fileno(), spec["environment"])
         process.returncode = 0  # the agent reaps the process: Popen must not wait for it
         return process.pid
 
@@ -142,12 +139,3 @@ class Starter:
             with contextlib.suppress(subprocess.TimeoutExpired):  # state D: it waits for a disk, so we do not wait for it
                 self._warm.wait(timeout=_KILL_S)
             self._warm = None
-
-
-def _fill(fd: int, data: bytes) -> None:
-    """Write into a pipe before anyone reads it; the pipe is made large enough."""
-    with contextlib.suppress(OSError):  # above the system's limit for users: then it stays at 64 KiB
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
-    os.set_blocking(fd, False)
-    if os.write(fd, data) < len(data):
-        raise OSError(f"the environment is too large: {len(data)} bytes do not fit into a pipe")
