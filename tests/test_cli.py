@@ -197,6 +197,9 @@ def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, scri
         (["train.py", "--lr", "1"], "train.py is not a command; type: rankwise run train.py --lr 1"),
         (["--nproc", "2", "train.py"], "--nproc is an option of run; type: rankwise run --nproc 2 train.py"),
         (["--verison"], "there is no option --verison; did you mean --version?"),
+        (["run", "--", "-x.py", "1"],
+         "there is no command -x.py (it is not on the PATH, or cannot be executed); for a Python script, type: "
+         "rankwise run ./-x.py 1"),
         (["run", "--nprocs", "2", "train.py"], "run has no option --nprocs; did you mean --nproc?"),
         (["run", "--lr", "1", "train.py"],
          "run has no option --lr; put options of the script after it; type: rankwise run --help"),

@@ -99,6 +99,11 @@ def test_the_command_refuses_such_a_line_and_starts_nothing(rankwise) -> None:
     assert os.listdir() == []
 
 
+def test_a_variable_that_mpirun_would_set_for_the_ranks_is_set_in_the_command_to_type(rankwise) -> None:
+    done = rankwise("run", "-x", "A=1", "mpirun", "-np", "2", "-x", "B=a b", "-x", "PATH", "train.py")
+    assert done.stderr.endswith("; type: A=1 B='a b' rankwise run --nproc 2 train.py\n")
+
+
 def test_grid_engines_hard_is_not_taken_for_a_request_of_help(rankwise) -> None:
     done = rankwise("run", "--on", "sge", "-hard", "-l", "h_vmem=15G", "-pe", "mpi", "8", "train.py")
     assert (done.returncode, done.stdout) == (2, "")

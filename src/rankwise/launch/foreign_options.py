@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
-from rankwise.schedulers.spellings import COMMANDS, MODULES, SPELLINGS
+from rankwise.schedulers.spellings import COMMANDS, MODULES, SETS_VARIABLES, SPELLINGS
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _COUNT_ALL = ("-np", "--np", "-n", "--num-proc")
@@ -28,14 +28,16 @@ class Translated:
     words: tuple[str, ...]
     """The complete command line, with the other launcher's words replaced."""
 
+    variables: tuple[str, ...] = ()
+    """What the other launcher would set in the environment of the ranks, for a shell: `NCCL_DEBUG=INFO`."""
+
 
 def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
     """Raises ConfigError, with the whole command to type, if a word is an option of another launcher."""
     found = translated(words, ours)
     if found is not None:
-        raise ConfigError(
-            f"{', '.join(found.theirs)}: part of a command for another launcher; type: {typed('run', *found.words)}"
-        )
+        meant = " ".join([*found.variables, typed("run", *found.words)])
+        raise ConfigError(f"{', '.join(found.theirs)}: part of a command for another launcher; type: {meant}")
 
 
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:
@@ -44,6 +46,7 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
     hosts_named = any(word.partition("=")[0] in ("-H", "--host", "--hosts", "--hostfile") for word in words)
     theirs: list[str] = []
     typed: list[str] = []
+    variables: list[str] = []
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] != "--":
         if words[position] == "-m" and words[position + 1 : position + 2] and words[position + 1] in MODULES:
@@ -57,17 +60,25 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
         elif plain in SPELLINGS and len(words) > position + (0 if glued else count):
             count = 0 if glued else count
             theirs.append(shlex.join(words[position : position + 1 + count]))
+            values = [value] if glued else words[position + 1 : position + 1 + count]
             if not (plain in _COUNT_ALL and hosts_named):
-                typed += _filled(text, [value] if glued else words[position + 1 : position + 1 + count])
+                typed += _filled(text, values)
+            if plain in SETS_VARIABLES and "=" in values[0]:
+                variables.append(_assignment(values[0]))
         else:
             return None
         position += 1 + count
     launcher, script = _peeled(words[position:])
     if launcher:
         theirs.append(shlex.join(launcher))
-        rest = translated(script, ours)
-        theirs, script = (theirs, script) if rest is None else ([*theirs, *rest.theirs], list(rest.words))
-    return Translated(tuple(theirs), (*typed, *script)) if theirs else None
+        if (rest := translated(script, ours)) is not None:
+            theirs, script, variables = [*theirs, *rest.theirs], list(rest.words), [*variables, *rest.variables]
+    return Translated(tuple(theirs), (*typed, *script), tuple(variables)) if theirs else None
+
+
+def _assignment(word: str) -> str:
+    name, _, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}"
 
 
 def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -103,7 +103,8 @@ def _interpreter_flags() -> list[str]:
 def _examine_command(program: Program) -> Program:
     command = program.argv[0]
     if shutil.which(command) is None:
-        hint = f"; for a Python script, type: {typed('run', *program.argv)}" if command.endswith(".py") else ""
+        path = f"./{command}" if command.startswith("-") else command  # otherwise it would look like an option
+        hint = f"; for a Python script, type: {typed('run', path, *program.argv[1:])}" if command.endswith(".py") else ""
         raise ConfigError(f"there is no command {command} (it is not on the PATH, or cannot be executed){hint}")
     return program
 

@@ -9,6 +9,9 @@ COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
 MODULES = ("torch.distributed.launch", "torch.distributed.run")
 """How a command line of another launcher begins: with a command, or with a module after `python -m`."""
 
+SETS_VARIABLES = ("-x",)
+"""Options whose value may set a variable (`-x NCCL_DEBUG=INFO`)."""
+
 SPELLINGS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun
     "--use-env": (0, ""),  # rankwise always sets the variables
