@@ -138,3 +138,30 @@ def test_a_scaled_rate_has_the_same_schedule_times_the_factor(four_ranks: None) 
 
     for kind in kinds:
         assert rates(kind, True) == pytest.approx([4 * rate for rate in rates(kind, False)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_trains_parameters_of_16_bits_on_a_cpu(dtype: torch.dtype, momentum: float) -> None:
+    """torch's fused kernel leaves whole SIMD blocks as they are (pytorch/pytorch#191763)."""
+    model = torch.nn.Linear(64, 1).to(dtype)
+    before = model.weight.detach().clone()
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=momentum)
+    optimizers.fuse(optimizer)
+    model(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    optimizer.step()
+    assert bool((model.weight != before).all())
+
+
+def test_a_checkpoint_with_the_kernel_that_is_broken_here_does_not_bring_it_back(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(64, 1).bfloat16()
+    old = SGD(model.parameters(), lr=0.5, fused=True)
+    optimizers.fuse(old)
+    assert capsys.readouterr().out == (
+        "warning: torch's fused SGD leaves parameters in bf16 and fp16 on a CPU as they are (pytorch/pytorch#191763); "
+        "give SGD(..., fused=False)\n"
+    )
+    new = SGD(model.parameters(), lr=0.5)
+    new.load_state_dict(old.state_dict())
+    optimizers.align_state(new)
+    assert new.param_groups[0]["fused"] is False

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rankwise.dist import comm
+from rankwise.dist import comm, log
 from rankwise.dist.device import is_dense
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import ANYTHING, having, one_of, takes
@@ -108,11 +108,22 @@ def fuse(optimizer: Optimizer) -> None:
     if type(optimizer) not in _FUSED or optimizer.state:
         return
     for group in optimizer.param_groups:
+        if group["fused"] and _is_broken(optimizer, group):
+            log.warn(f"{_BROKEN}; give SGD(..., fused=False)")
         nobody_chose = group["fused"] is None and group["foreach"] is None
         plain = not group.get("differentiable") and not group.get("capturable")
         usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and is_dense(p) for p in group["params"])
+        usual = usual and not _is_broken(optimizer, group)
         if nobody_chose and plain and usual and (not isinstance(optimizer, SGD) or _give_momentum(optimizer, group)):
             group["fused"] = True
+
+
+_BROKEN = "torch's fused SGD leaves parameters in bf16 and fp16 on a CPU as they are (pytorch/pytorch#191763)"
+
+
+def _is_broken(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    short = (torch.bfloat16, torch.float16)
+    return isinstance(optimizer, SGD) and any(p.device.type == "cpu" and p.dtype in short for p in group["params"])
 
 
 def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
@@ -131,8 +142,10 @@ def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
 def align_state(optimizer: Optimizer) -> None:
     """Lay the state of each parameter out in memory as the parameter is now. torch's fused kernels on a CPU go through the
     memory of both in order, and would pair other elements: after `model.to(memory_format=...)`, or if a script has that and
-    the checkpoint was made without it."""
+    the checkpoint was made without it. A checkpoint also has the kernel, and may have one that is broken here."""
     for group in optimizer.param_groups:
+        if group.get("fused") and _is_broken(optimizer, group):
+            group["fused"] = False
         for parameter in group["params"] if group.get("fused") else ():
             kept = optimizer.state.get(parameter, {})
             for key, value in kept.items():
