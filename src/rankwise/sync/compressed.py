@@ -55,9 +55,13 @@ class CompressedReduction(FlatReduction):
         for buffer, codec in zip(self._buffers, self._codecs, strict=True):
             codec.sum_(buffer.flat)
 
-    def applied(self) -> None:
+    def applied(self, unused: Sequence[int]) -> None:
+        errors = [self.memory.errors[id(self.parameters[index])] for index in unused]
+        before = [error.clone() for error in errors]  # the message has sent them, and the step does not use it
         for codec in self._codecs:
             codec.remember()
+        for error, kept in zip(errors, before, strict=True):
+            error.copy_(kept)
 
     def _gradient_bytes(self) -> int:
         return sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))

@@ -110,7 +110,7 @@ class FlatReduction:
     def gradients(self) -> list[torch.Tensor]:
         return [buffer.gradient for buffer in self._buffers]
 
-    def applied(self) -> None:
+    def applied(self, unused: Sequence[int]) -> None:
         """Nothing to do."""
 
     def release(self) -> None:

@@ -160,8 +160,9 @@ class Reduction(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """After `reduce`: all sums, in as few tensors as possible."""
 
-    def applied(self) -> None:
-        """Called after `reduce` if the sums are used for a step; not if it is skipped."""
+    def applied(self, unused: Sequence[int]) -> None:
+        """Called after `reduce` if the sums are used for a step; not if it is skipped. `unused`: the parameters that got no
+        gradient on any rank; their sums are not used."""
 
     def release(self) -> None:
         """Called after the optimizer's step."""
@@ -191,7 +192,7 @@ class SeparateGradients:
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def applied(self) -> None:
+    def applied(self, unused: Sequence[int]) -> None:
         """Nothing to do."""
 
     def release(self) -> None:
