@@ -267,7 +267,9 @@ class Trainer:
             # The checkpoint of this step does not record that the script has stopped there.
             self._saving.at_end(state, again=self._moments.end())
             if not self.stop.signum:
-                self.sync.finish()
+                rest = self.sync.finish()
+                if rest is not None and (not rest.finite or rest.total <= 0):
+                    self._skipped.add(state, rest)
             self._say_end(state)
         if self.stop.signum:
             raise self.stop.stopped()

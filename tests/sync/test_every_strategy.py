@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import rankwise
 from rankwise.dist import comm
-from rankwise.errors import Stopped
+from rankwise.errors import ConfigError, Stopped
 from rankwise.sync import StepResult, SyncStrategy, named
 from rankwise.sync.names import EXAMPLES
 from rankwise.training.precision import LossScale
@@ -293,3 +293,20 @@ def test_every_strategy_is_stopped_by_a_signal_in_mid_period_and_resumed_to_the_
 ) -> None:
     for found in on_ranks(2, stopped_and_resumed, names, tmp_path):
         assert found == []
+
+
+def attached_apart(name: str, given: dict[str, Any]) -> str:
+    model = nn.Linear(2, 1)
+    try:
+        named(name).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), **(given if comm.rank() else {}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "local-sgd:3", "diloco:3"])
+@pytest.mark.parametrize("given", [{"clip_norm": 1.0}, {"typical_count": 50}, {"loss_scale": LossScale()}])
+@pytest.mark.one_in(3)
+def test_other_arguments_of_attach_on_a_rank_are_an_error_on_all(name: str, given: dict[str, Any]) -> None:
+    for told in on_ranks(2, attached_apart, name, given):
+        assert f"'s {next(iter(given))} is" in told

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ import torch
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+import rankwise
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce, DiLoCo, LocalSGD, SyncStrategy
@@ -1049,3 +1052,33 @@ def test_the_state_of_an_optimizer_is_reset_to_that_of_a_new_one(name: str) -> N
         return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
     assert trained(LocalSGD(2, optimizer_state="reset")) == trained(None)
+
+
+def all_skipped(name: str, steps: int, folder: str) -> str:
+    """What is printed and raised by a training in which no gradient is finite."""
+    model = make_model()
+    data = TensorDataset(torch.randn(128, model[0].in_features, dtype=torch.float64))
+    loss = lambda model, batch: (model(batch[0]).sum() * math.nan, len(batch[0]))  # noqa: E731
+    trainer = rankwise.Trainer(model, sgd(model), loss, data, global_batch_size=8, max_steps=steps, sync=name, run_dir=folder)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            trainer.fit()
+        except StepError as error:
+            return f"{out.getvalue()}{error}"
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (8, "in each of the 8 steps: nothing was trained"),
+        (10, "in each of the 10 steps: nothing was trained"),
+        (3, "in each of the 3 steps: nothing was trained"),
+        (112, "the gradient is not finite, for 100 steps in a row"),
+    ],
+)
+@pytest.mark.parametrize("name", ["local-sgd:4", "diloco:4"])
+@pytest.mark.one_in(2)
+def test_a_run_whose_steps_are_all_skipped_is_an_error(name: str, steps: int, told: str, tmp_path: Path) -> None:
+    for said in on_ranks(2, all_skipped, name, steps, str(tmp_path)):
+        assert told in said

@@ -78,3 +78,16 @@ def test_weights_that_are_not_finite_are_named_rather_than_the_gradient(skipped:
         state.model.weight.fill_(float("nan"))  # type: ignore[union-attr, operator]
     with pytest.raises(StepError, match="the weights are not finite, since step 0: weight"):
         skip(skipped, state, 1)
+
+
+def test_a_result_of_several_steps_counts_as_many(skipped: SkippedSteps, state: TrainState, said: list[str]) -> None:
+    for number in range(1, 7):
+        state.step = 16 * number
+        skipped.add(state, NAN._replace(steps=16))
+    assert state.steps_left_out == skipped.in_a_row == 96
+    assert said[0] == "warning: steps 1 to 16 are skipped on all ranks: the gradient is not finite (16 so far)"
+    assert "steps 33 to 48 are skipped" in said[2]
+    assert len(said) == 3
+    state.step = 112
+    with pytest.raises(StepError, match="for 100 steps in a row"):
+        skipped.add(state, NAN._replace(steps=16))

@@ -30,7 +30,7 @@ from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.gradient_watch import GradientWatch
 from rankwise.sync.in_place import InPlaceReduction, pays
-from rankwise.sync.reduction import Count, Reduction, Sums
+from rankwise.sync.reduction import Count, Reduction, Sums, Tail
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.model import buffers_kept, check_unwrapped, give_own_elements
@@ -119,7 +119,6 @@ class AllReduce:
     ) -> Self:
         if hasattr(self, "_trained"):
             raise ConfigError("this strategy has a model already; create another one: AllReduce().attach(model, optimizer)")
-        check_alike(self)
         check_unwrapped(model)
         give_own_elements(model)
         if clip_norm is not None and math.isnan(clip_norm):
@@ -129,6 +128,8 @@ class AllReduce:
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
         self._nominal = 2.0 ** round(math.log2(typical_count))
         self._loss_scale = loss_scale
+        scale = loss_scale.scale if loss_scale is not None else None
+        check_alike(self, clip_norm=self._clip_norm, typical_count=self._nominal, loss_scale=scale)
         self._trained = Trained(model, optimizer)
         if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
             log.warn("the model is on the CPU although there is a GPU; call model.to(rankwise.local_device(world)) first")
@@ -313,7 +314,7 @@ class AllReduce:
         if not self._reduction.begun and self._trained.changed():
             self._follow(told=False)
         tail = self._reduction.reduce()
-        shared, sums = self._judge(self._reduction.gradients(), tail.read)
+        shared, sums = self._judge(self._reduction.gradients(), tail)
         if sums.changed:  # on other ranks: all compare what they train
             self._agree(StepError)
         stepped = shared.finite and shared.total > 0
@@ -325,17 +326,17 @@ class AllReduce:
         self._loaded = _NOTHING
         return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
 
-    def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
+    def _judge(self, gradients: list[torch.Tensor], tail: Tail) -> tuple[Shared, Sums]:
         """Make the gradients those of the mean loss, and clip them. All ranks see the same sums, so all make the same
         decision."""
         norm_there = _norm(gradients, torch.float32)
-        sums: Sums = read()  # waits for the device, once per step
+        sums = tail.read()  # waits for the device, once per step
         norm = norm_there.item()
         if not 1 / _LARGE < norm < _LARGE:
             norm = _norm(gradients, torch.float64).item()  # float32 cannot hold the squares
         finite = math.isfinite(norm) and math.isfinite(sums.total)
         if finite and sums.total > 0:
-            self._reduction.applied()
+            self._reduction.applied([] if sums.complete else tail.without_gradient())
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._factor * self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
         if self._loss_scale is not None and not sums.changed:
@@ -405,11 +406,12 @@ class AllReduce:
                 'step: rankwise.all_reduce(buffer, "mean")'
             )
 
-    def finish(self) -> None:
+    def finish(self) -> Shared | None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
         comm.broadcast(list(common_buffers(self._trained.model).values()))
         if self._on_step is not None:
             self._on_step.remove()
+        return None
 
     # --- what is saved
 

@@ -23,7 +23,7 @@ from rankwise.sync.average import assign
 from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
 from rankwise.sync.reduction import Count
-from rankwise.sync.strategy import StepResult
+from rankwise.sync.strategy import Shared, StepResult
 from rankwise.training.precision import LossScale
 
 _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
@@ -203,15 +203,16 @@ class DiLoCo(LocalSGD):
                 self._hide(shown)
                 self._shown = outside
 
-    def finish(self) -> None:
+    def finish(self) -> Shared | None:
         self._is_finishing = True
         try:
-            super().finish()
+            rest = super().finish()
         finally:
             self._is_finishing = False
         self._show()
         self._before_step = {}
         self._begin_period()
+        return rest
 
     def check_length(self, steps: int) -> None:
         super().check_length(steps)

@@ -164,7 +164,7 @@ class LocalSGD:
     def _survey(self, step_s: float) -> tuple[Shared, float]:
         """Collective. Exchange the results of this period: (the result, this rank's share of the average). Also plans the next
         average; all ranks compute the same."""
-        finite = self._is_finite()
+        finite, steps = self._is_finite(), self._done - self._began_period
         rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
             self._meet_in_layout()
@@ -178,7 +178,7 @@ class LocalSGD:
             self._forget_optimizer_state()
         total = sum(row[0] for row in rows)
         weights = [row[0] if total > 0 else row[1] for row in rows]  # no rank has stepped: all finite replicas are equal
-        shared = Shared(total, math.nan, total > 0 or not any(skipped), sum(skipped))
+        shared = Shared(total, math.nan, total > 0 or not any(skipped), sum(skipped), steps)
         return shared, weights[comm.rank()] / sum(weights)
 
     def _exchange(self, share: float) -> None:
@@ -343,10 +343,11 @@ class LocalSGD:
         """Whether the replicas may differ."""
         return comm.world_size() > 1 and not self._local.is_exact and self._done > self._began_period
 
-    def finish(self) -> None:
-        if not self._local.is_exact and self._done > self._began_period:
-            self._average_now()
+    def finish(self) -> Shared | None:
+        is_open = not self._local.is_exact and self._done > self._began_period
+        rest = self._average_now() if is_open else None
         self._local.finish()
+        return rest
 
     def check_length(self, steps: int) -> None:
         name, local = type(self).__name__, steps - self.start

@@ -21,6 +21,7 @@ class SkippedSteps:
 
     def __init__(self, weights: Weights, say: Callable[[str], None]) -> None:
         self.in_a_row = 0
+        self._results = 0  # in a row; each may be of several steps
         self._weights = weights
         self._say = say
 
@@ -29,17 +30,20 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def add(self, state: TrainState, result: Shared) -> None:
-        """The last step was skipped. All ranks see the same result, so either all raise StepError or none does."""
+        """The steps of this result were skipped. All ranks see the same result, so either all raise StepError or none does."""
         if not result.finite:
             self._weights.check(state, f"since step {state.step - 1}")
         why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
-        state.steps_left_out += 1
+        state.steps_left_out += result.steps
         state.skipped = True
-        self.in_a_row += 1
+        self._results = self._results + 1 if self.in_a_row else 1
+        self.in_a_row += result.steps
         if self.in_a_row >= _MOST_IN_A_ROW:
             raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row; check the loss, the learning rate and the data")
         if state.last and state.steps_left_out == state.step:
             raise StepError(f"{why}, in each of the {state.step} steps: nothing was trained")
-        if self.in_a_row <= _PRINTED:
-            more = f"; later ones are only counted; {_MOST_IN_A_ROW} in a row stop the run" if self.in_a_row == _PRINTED else ""
-            self._say(f"warning: step {state.step} is skipped on all ranks: {why} ({state.steps_left_out} so far){more}")
+        if self._results <= _PRINTED:
+            more = f"; later ones are only counted; {_MOST_IN_A_ROW} in a row stop the run" if self._results == _PRINTED else ""
+            first = state.step - result.steps + 1
+            which = f"step {first} is" if result.steps == 1 else f"steps {first} to {state.step} are"
+            self._say(f"warning: {which} skipped on all ranks: {why} ({state.steps_left_out} so far){more}")

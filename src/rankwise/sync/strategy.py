@@ -45,6 +45,9 @@ class Shared(NamedTuple):
     skipped: int
     """Steps that were skipped since the last such result; the sum over ranks if each rank steps alone."""
 
+    steps: int = 1
+    """The number of steps since the last such result."""
+
 
 class Mine(NamedTuple):
     """The result of a step on this rank. Use it only for logs, because it may differ between ranks."""
@@ -60,12 +63,13 @@ class StepResult(NamedTuple):
     """None: nothing was sent in this step, so no decision may depend on it."""
 
 
-def check_alike(strategy: SyncStrategy) -> None:
+def check_alike(strategy: SyncStrategy, **attached: Any) -> None:
     """Collective. Raises ConfigError on all ranks if one rank has another strategy, or another setting. A setting is an
-    argument of the class that the object keeps under the same name, or under that name after an underscore."""
+    argument of the class that the object keeps under the same name, or under that name after an underscore; `attached`: those
+    of `attach`."""
     kind, held = type(strategy).__name__, vars(strategy)
     settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
-    compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in settings.items()}})
+    compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in (settings | attached).items()}})
 
 
 class SyncStrategy(Protocol):
@@ -129,8 +133,8 @@ class SyncStrategy(Protocol):
         """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves use, the same on all ranks.
         Afterwards it is again what it was on each rank, bit for bit."""
 
-    def finish(self) -> None:
-        """Collective, once, after the last step: the replicas become one."""
+    def finish(self) -> Shared | None:
+        """Collective, once, after the last step: the replicas become one. Returns the result of steps that had none yet."""
 
     def describe(self) -> str:
         """The strategy in a few words, printed at the start; may be empty."""
