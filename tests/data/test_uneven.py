@@ -183,7 +183,7 @@ def test_another_number_of_ranks_goes_on_only_where_an_epoch_begins() -> None:
     assert loader.position == 0
     two.load_state_dict(loader.state_dict())
     (padded,) = loaders(OfRank((9, 9)), 1, max_epochs=2, uneven="pad")
-    with pytest.raises(ConfigError, match=r"uneven=join and this run has uneven=pad; give uneven=join, or start a new run"):
+    with pytest.raises(ConfigError, match=r"uneven=join and this run has uneven=pad; give uneven='join', or start a new run"):
         padded.load_state_dict(middle)
 
 

@@ -6,7 +6,7 @@ start(folder, mirror, writers)     # FOLDER/step-00000400 -> FOLDER/old-1/step-0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.checkpoint.folders import checkpoints_in
@@ -18,7 +18,7 @@ from rankwise.host.text import short
 from rankwise.run.directory import RunDir
 
 
-def begin(folder: Path, mirror: Mirror | None, writers: Sequence[Sequence[int]]) -> None:
+def begin(folder: Path, mirror: Mirror | None, writers: Callable[[], Sequence[Sequence[int]]]) -> None:
     """Collective. If the run was started with --fresh, its first use of each folder starts from scratch, in any attempt: an
     earlier attempt may have failed before."""
     path = comm.world().run_dir
@@ -26,7 +26,7 @@ def begin(folder: Path, mirror: Mirror | None, writers: Sequence[Sequence[int]])
         return
     run = RunDir(path)
     if run_on_main(run.is_first_use, [folder]):
-        start(folder, mirror, writers)
+        start(folder, mirror, writers())
         run_on_main(run.record_use, [folder])
 
 

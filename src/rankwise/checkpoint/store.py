@@ -456,7 +456,7 @@ class Checkpoints:
         with agreed():
             resume.check_states(parts)
         self._meet()
-        from_scratch.begin(self.folder, self._mirror, self._writers())
+        from_scratch.begin(self.folder, self._mirror, self._writers)
         self._background.join()
         damaged: dict[Path, str] = {}  # on the first rank of each node
         failures: Counter[Path] = Counter()

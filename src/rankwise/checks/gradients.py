@@ -305,7 +305,8 @@ def _gradients_of(twin: Twin) -> Found:
 
 
 def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> Found:
-    return {name: tensor.detach().to("cpu", torch.float64).numpy().copy() for name, tensor in tensors.items()}
+    dense = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", torch.float64).numpy().copy() for name, tensor in dense.items()}
 
 
 def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, batch: Any) -> bool:

@@ -136,7 +136,8 @@ class Instrument:
             self._source = batches
 
     def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        names = {id(p): n.removeprefix("module.") for n, p in self._model.named_parameters()} if self._model else {}
+        known = self._model.named_parameters() if self._model is not None else ()
+        names = {id(p): name.removeprefix("module.") for name, p in known}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return {names.get(id(p), f"parameter {number}"): p for number, p in enumerate(parameters)}
 
@@ -146,6 +147,7 @@ class Instrument:
             self._start = digests(named)
         if len(self._steps) < _STEPS:
             grads = {name: p.grad.detach() for name, p in named.items() if p.grad is not None}
+            grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
             self._steps.append({"forwards": self._forwards, "gradients": digests(grads)})
             if not self._taken:
                 self.gradients = {name: g.to("cpu", torch.float64).numpy().copy() for name, g in grads.items()}
@@ -315,7 +317,8 @@ class Instrument:
 
     def record(self, ended: str) -> dict[str, Any]:
         """Everything except the gradients. `ended`: how the script ended."""
-        norms = [name or type(m).__name__ for name, m in self._model.named_modules() if _mixes(m)] if self._model else []
+        modules = self._model.named_modules() if self._model is not None else ()
+        norms = [name or type(m).__name__ for name, m in modules if _mixes(m)]
         wrapped = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
         inner = {id(m) for o in wrapped for m in o.modules()} - set(map(id, wrapped))
         draws = [(p.at, p.layers) for p in self._draws.passes]
