@@ -1,14 +1,12 @@
-"""What the warm process imports before it forks, and the exit status of a rank whose output is lost."""
+"""What the warm process imports before it forks, and a rank without an agent."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,26 +48,6 @@ def test_the_compiler_is_imported_for_a_script_that_may_make_an_optimizer(more: 
 
 def test_the_compiler_is_imported_for_a_module_which_is_not_read() -> None:
     assert fork_server._may_compile(["-m", "rankwise.functions.worker"])
-
-
-def closed_file() -> io.TextIOWrapper:
-    file = io.TextIOWrapper(io.BytesIO())
-    file.close()
-    return file
-
-
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-@pytest.mark.parametrize(("stream", "status"), [(io.StringIO(), 0), (closed_file(), 0), (None, 0), (object(), 120)])
-def test_output_is_lost_as_python_itself_reports_it_which_passes_over_streams_that_the_script_has_closed(
-    name: str, stream: Any, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, name, stream)
-    assert fork_server._flush() == status
-
-
-def test_no_output_is_lost_if_the_script_has_deleted_its_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys, "stdout")
-    assert fork_server._flush() == 0
 
 
 def test_a_rank_whose_agent_was_killed_before_it_was_ready_exits_whoever_has_inherited_it() -> None:

@@ -27,7 +27,6 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import io
 import json
 import os
 import re
@@ -45,7 +44,7 @@ if not __package__:  # run by its path: make a package to import its few files f
         sys.modules[package].__path__ = [path]
 
 from ..host import main_script  # noqa: TID252  # the package may have either name
-from . import collective_notes, exception_record, private_names
+from . import collective_notes, exception_record, private_names, script_end
 
 _PR_SET_PDEATHSIG = 1
 
@@ -319,7 +318,7 @@ def _run(command, spec, distributed):
         _set_mark(*spec["group_mark"])
     if not private_names.end_python():
         _leave_the_end_to_python(status, interrupted)
-    output_lost = _flush()
+    output_lost = script_end.finish()
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -350,27 +349,6 @@ def _exit_status(end):
     with contextlib.suppress(OSError):
         print(end.code, file=sys.stderr)
     return 1
-
-
-def _flush():
-    """Flush all files, as the interpreter does after the exit functions. It would then tear down torch, which takes seconds and
-    can hang in gloo. Returns 120 if output is lost, 0 otherwise."""
-    status = 0
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name, None)
-        try:
-            if stream is not None and not getattr(stream, "closed", False):
-                stream.flush()
-        except (OSError, ValueError, AttributeError):
-            status = 120  # as Python itself reports it
-    # issubclass(type(f)), not isinstance(f): asking some objects for their class runs their code.
-    files = [f for f in gc.get_objects() if issubclass(type(f), io.IOBase)]
-    # Text files first: they write into the buffers of the binary ones.
-    for file in sorted(files, key=lambda f: not isinstance(f, io.TextIOBase)):
-        with contextlib.suppress(Exception):
-            if not file.closed and file.writable():
-                file.flush()
-    return status
 
 
 if __name__ == "__main__":
