@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import launch
 
 from rankwise.agent import exception_record
+
+__all__ = ["launch"]  # a fixture
 
 
 @pytest.fixture
@@ -154,3 +158,78 @@ def test_the_innermost_line_of_the_users_own_code_is_the_place(tmp_path: Path, m
     with pytest.raises(ValueError, match="no data") as raised:
         call()
     assert exception_record._where(raised.value) == "core.py:2"
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        return "code " + self.args[0]  # type: ignore[no-any-return]
+
+
+def test_an_exception_that_cannot_be_printed_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = UnprintableError(5)
+    error.__notes__ = [UnprintableError(6)]  # type: ignore[list-item]
+    record = left_by(error, tmp_path)
+    assert (record["type"], record["message"]) == ("UnprintableError", "<exception str() failed>")
+    assert record["notes"] == []
+    assert record["traceback"] == capsys.readouterr().err
+    assert "UnprintableError: <exception str() failed>\n" in record["traceback"]
+
+
+def test_a_script_that_has_deleted_its_own_module_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "__main__")
+    assert left_by(ValueError("no data"), tmp_path)["message"] == "no data"
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_handler_that_raises_after_the_record_does_not_report_the_exception_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signal.signal(signal.SIGTERM, raise_as_torch_does)
+    left_by(InterruptedRecordError(signal.SIGTERM), tmp_path)
+    assert capsys.readouterr().err.count("loss is nan") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(SystemExit(3), 3), (SystemExit(), 0), (SystemExit("bad"), 1), (KeyError(), 1), (GeneratorExit(), 1)]
+)
+def test_a_hook_of_the_script_is_called_once_and_may_choose_the_status(
+    end: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = []
+
+    def hook(*_: object) -> None:
+        called.append(1)
+        raise end
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    try:
+        raise ValueError("no data")
+    except ValueError as error:
+        found = exception_record.leave(error, {"exception": str(tmp_path / "exception.json")})
+    assert found == status
+    assert called == [1]
+    assert ("ValueError: no data" in capsys.readouterr().err) == (not isinstance(end, SystemExit))
+
+
+HOOK = """
+import atexit, sys
+def hook(kind, error, traceback):
+    print("hook", kind.__name__, file=sys.stderr)
+    sys.exit(3)
+sys.excepthook = hook
+atexit.register(print, "at exit", file=sys.stderr)
+"""
+
+CASES = [
+    HOOK + "raise ValueError",
+    pytest.param(HOOK + "raise KeyboardInterrupt", marks=pytest.mark.stress),
+    "class E(Exception):\n    def __str__(self): return 'code ' + 5\nraise E",
+]
+
+
+@pytest.mark.parametrize("source", CASES)
+def test_a_script_ends_and_prints_as_under_python(source: str, launch) -> None:
+    run = launch(source, options=("--nproc", "1"))
+    plain = subprocess.run([sys.executable, str(run.folder / "script.py")], stderr=subprocess.PIPE, text=True)
+    assert run.wait() == plain.returncode, run.output()
+    assert run.run.log(0).read_text() == plain.stderr

@@ -25,8 +25,9 @@ def leave(error, spec):
     """Report how this rank failed, even without free descriptors or disk space; returns the status to exit with."""
     error, release = _hold_signals(error)
     error = _of_a_dead_worker(error)
-    status = getattr(error, "exit_status", 1)  # rankwise's errors have a status, and need no traceback
-    brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
+    ours = type(error).__module__.startswith("rankwise.")
+    status = getattr(error, "exit_status", 1) if ours else 1  # rankwise's errors have a status, and need no traceback
+    brief = ours and isinstance(status, int)
     _free_a_descriptor()
     text = as_text(error, brief)
     for stream in (sys.stdout, sys.stderr):
@@ -35,16 +36,18 @@ def leave(error, spec):
     record = {
         "log_bytes": os.fstat(2).st_size,  # the log after this point is this exception, which the launcher prints
         "type": type(error).__qualname__,
-        "message": str(error),
+        "message": _message(error),
         "traceback": text,
         "where": _where(error),
         "time": time.time(),
-        "notes": [str(note) for note in getattr(error, "__notes__", ())],
+        "notes": [],
         "parameters": {},
         "shortage": None,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "local_rank": os.environ.get("LOCAL_RANK"),
     }
+    with contextlib.suppress(Exception):
+        record["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
     with contextlib.suppress(Exception):
         record["parameters"] = _parameters_in(error)
     with contextlib.suppress(Exception):
@@ -58,9 +61,17 @@ def leave(error, spec):
         with contextlib.suppress(OSError):
             os.remove(temporary)  # noqa: PTH107  # pathlib is not imported here
         leave_in_memory(record, *spec["last_words"])
-    print_exception(error, text, brief)
-    release()
-    return status if brief else 1
+    chosen = print_exception(error, text, brief)
+    with contextlib.suppress(BaseException):  # from the script's handler of a signal that came meanwhile
+        release()
+    return chosen if chosen is not None else status if brief else 1
+
+
+def _message(error):
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as Python prints it
 
 
 def leave_in_memory(record, path, offset, size):
@@ -114,13 +125,13 @@ def _hold_signals(error):
 
 def reason(error, later):
     """`error`, or `later`, which a signal handler raised since, if `later` says which loader worker has died."""
-    return later.with_traceback(error.__traceback__) if str(later).startswith("DataLoader worker") else error
+    return later.with_traceback(error.__traceback__) if _message(later).startswith("DataLoader worker") else error
 
 
 def _of_a_dead_worker(error):
     """If `error` is only a broken connection to a loader worker that has died: an error that says how it died. Otherwise
     `error`."""
-    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch did not find out how
+    unexpected = _message(error).startswith("DataLoader worker (pid(s)")  # torch did not find out how
     if not unexpected and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -157,7 +168,7 @@ def _is_ours(file):
 
 def _where(error):
     """The innermost line of the script, or of the user's modules, that was running: `train.py:61`."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if file == script or _is_the_users(file)]
     return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
@@ -224,9 +235,26 @@ def as_text(error, brief=False):
 
 
 def print_exception(error, text, brief):
-    if sys.excepthook is not sys.__excepthook__ and not brief:  # the script's own
-        with contextlib.suppress(Exception):
+    """Returns the status to exit with if the script's own hook has chosen one with sys.exit, None otherwise."""
+    if sys.excepthook is not sys.__excepthook__ and not brief:
+        try:
             sys.excepthook(type(error), error, error.__traceback__)
-            return
+            return None
+        except SystemExit as end:
+            return exit_status(end)
+        except BaseException:  # then the traceback is printed here
+            pass
     with contextlib.suppress(OSError):  # the disk of its log may be full
         print(text, end="", file=sys.stderr)
+    return None
+
+
+def exit_status(end):
+    """The status that Python gives a process for this SystemExit. Prints its text, if it has one."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    with contextlib.suppress(OSError):
+        print(end.code, file=sys.stderr)
+    return 1

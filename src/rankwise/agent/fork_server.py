@@ -302,10 +302,10 @@ def _run(command, spec, distributed):
         else:
             main_script.run(command[0])
     except SystemExit as end:
-        status = _exit_status(end)
+        status = exception_record.exit_status(end)
     except KeyboardInterrupt as error:
-        exception_record.print_exception(error, exception_record.as_text(error), brief=False)
-        interrupted = True
+        chosen = exception_record.print_exception(error, exception_record.as_text(error), brief=False)
+        interrupted, status = chosen is None, chosen or 0
     except BaseException as error:
         if os.getpid() != rank:  # a process that the script has forked: its exception is not the rank's
             exception_record.print_exception(error, exception_record.as_text(error), brief=False)
@@ -339,16 +339,6 @@ def _let_interrupts_in():
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, handler)
-
-
-def _exit_status(end):
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
-    with contextlib.suppress(OSError):
-        print(end.code, file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":
