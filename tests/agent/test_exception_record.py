@@ -220,16 +220,46 @@ sys.excepthook = hook
 atexit.register(print, "at exit", file=sys.stderr)
 """
 
+SILENT = """
+import builtins, sys
+builtins.print = lambda *words, **options: None
+"""
+
 CASES = [
     HOOK + "raise ValueError",
     pytest.param(HOOK + "raise KeyboardInterrupt", marks=pytest.mark.stress),
     "class E(Exception):\n    def __str__(self): return 'code ' + 5\nraise E",
+    f"{SILENT}sys.exit('error: no data')",
+    f"{SILENT}raise ValueError('no data')",
 ]
 
 
-@pytest.mark.parametrize("source", CASES)
+@pytest.mark.parametrize("source", CASES, ids=range(len(CASES)))
 def test_a_script_ends_and_prints_as_under_python(source: str, launch) -> None:
     run = launch(source, options=("--nproc", "1"))
     plain = subprocess.run([sys.executable, str(run.folder / "script.py")], stderr=subprocess.PIPE, text=True)
     assert run.wait() == plain.returncode, run.output()
     assert run.run.log(0).read_text() == plain.stderr
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (None, 0, ""), (3, 3, ""), (True, 1, ""), (256, 0, ""), (-1, 255, ""), (1 << 70, 255, ""), (-(1 << 70), 255, ""),
+        ((1 << 63) - 2, 254, ""), ("no data", 1, "no data\n"), (2.0, 1, "2.0\n"), (Unprintable(), 1, ""),
+    ],
+)  # fmt: skip
+def test_a_status_is_that_of_python(code: object, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exception_record.exit_status(SystemExit(code)) == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_stderr_that_the_script_has_removed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert exception_record.exit_status(SystemExit("no data")) == 1
+    assert exception_record.print_exception(ValueError(), "no data", brief=False) is None

@@ -244,17 +244,22 @@ def print_exception(error, text, brief):
             return exit_status(end)
         except BaseException:  # then the traceback is printed here
             pass
-    with contextlib.suppress(OSError):  # the disk of its log may be full
-        print(text, end="", file=sys.stderr)
+    _write(text)
     return None
 
 
 def exit_status(end):
-    """The status that Python gives a process for this SystemExit. Prints its text, if it has one."""
+    """The status that Python gives a process for this SystemExit: 255 for a number that no C long holds. Prints its text."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
-        return end.code & 0xFF
-    with contextlib.suppress(OSError):
-        print(end.code, file=sys.stderr)
+        return end.code & 0xFF if -(1 << 63) <= end.code < 1 << 63 else 0xFF
+    with contextlib.suppress(Exception):
+        _write(f"{end.code}\n")
     return 1
+
+
+def _write(text):
+    """Not with print: scripts often replace it by one that prints nothing on ranks above 0."""
+    with contextlib.suppress(Exception):  # the disk of the log may be full, or the script has replaced stderr
+        sys.stderr.write(text)
