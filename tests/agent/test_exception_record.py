@@ -40,12 +40,16 @@ class InterruptedRecordError(Exception):
         return str(self.args[0])
 
 
+def spec_in(folder: Path) -> dict[str, str]:
+    return {"log": str(folder / "rank-0.log"), "exception": str(folder / "exception.json")}
+
+
 def left_by(error: BaseException, folder: Path) -> dict[str, Any]:
     """The record of a rank that ends with this error."""
     try:
         raise error
     except BaseException as raised:
-        exception_record.leave(raised, {"exception": str(folder / "exception.json")})
+        exception_record.leave(raised, spec_in(folder))
     return json.loads((folder / "exception.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -205,7 +209,7 @@ def test_a_hook_of_the_script_is_called_once_and_may_choose_the_status(
     try:
         raise ValueError("no data")
     except ValueError as error:
-        found = exception_record.leave(error, {"exception": str(tmp_path / "exception.json")})
+        found = exception_record.leave(error, spec_in(tmp_path))
     assert found == status
     assert called == [1]
     assert ("ValueError: no data" in capsys.readouterr().err) == (not isinstance(end, SystemExit))
@@ -263,3 +267,32 @@ def test_a_stderr_that_the_script_has_removed_is_no_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", None)
     assert exception_record.exit_status(SystemExit("no data")) == 1
     assert exception_record.print_exception(ValueError(), "no data", brief=False) is None
+
+
+SILENCED = """
+import os
+print("epoch 1: accuracy 0.93")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silences a C library
+raise ValueError("no data")
+"""
+
+
+def test_what_was_printed_before_is_shown_though_stderr_goes_elsewhere(launch) -> None:
+    run = launch(SILENCED, options=("--nproc", "1"))
+    assert run.wait() == 1
+    assert "epoch 1: accuracy 0.93" in run.output()
+    assert run.output().count("ValueError: no data") == 2  # in the traceback, and in the last line
+
+
+def test_the_log_without_the_exception_is_measured_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank-0.log").write_text("epoch 1\n")
+    assert left_by(ValueError(), tmp_path)["log_bytes"] == len("epoch 1\n")
+    removed = str(tmp_path / "removed.log")
+    assert exception_record._log_bytes(removed) == os.fstat(2).st_size
+
+    def refuse(_: object) -> os.stat_result:
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exception_record.os, "stat", refuse)
+        assert exception_record._log_bytes(removed) == 1 << 62

@@ -34,7 +34,7 @@ def leave(error, spec):
         with contextlib.suppress(Exception):
             stream.flush()
     record = {
-        "log_bytes": os.fstat(2).st_size,  # the log after this point is this exception, which the launcher prints
+        "log_bytes": _log_bytes(spec["log"]),  # the log after this point is this exception, which the launcher prints
         "type": type(error).__qualname__,
         "message": _message(error),
         "traceback": text,
@@ -65,6 +65,14 @@ def leave(error, spec):
     with contextlib.suppress(BaseException):  # from the script's handler of a signal that came meanwhile
         release()
     return chosen if chosen is not None else status if brief else 1
+
+
+def _log_bytes(path):
+    """The size of the rank's log. By its path: the script may have directed its stderr elsewhere, for example to /dev/null."""
+    for log in (path, 2):  # it may also have removed the log
+        with contextlib.suppress(OSError):
+            return os.stat(log).st_size
+    return 1 << 62
 
 
 def _message(error):
