@@ -1,4 +1,4 @@
-"""What the warm process imports before it forks, and a rank without an agent."""
+"""What the warm process imports before it forks, a rank without an agent, and where a script imports from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import launch
 
 from rankwise.agent import fork_server
 from rankwise.host import processes
+
+__all__ = ["launch"]  # a fixture
 
 PLAIN = """\
 import os, json as j
@@ -64,3 +67,14 @@ def test_a_rank_whose_agent_was_killed_before_it_was_ready_exits_whoever_has_inh
     finally:
         os.close(reader)
     assert not Path("rank.log").exists()
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_script_imports_from_the_folders_that_python_gives_it(safe: str, launch, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    folders = filter(None, [str(tmp_path / "lib"), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONSAFEPATH": safe, "PYTHONPATH": os.pathsep.join(folders)}
+    run = launch("import sys\nprint(sys.path)", options=("--nproc", "1"), env=environment)
+    assert run.wait() == 0, run.output()
+    plain = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.run.log(0).read_text() == plain.stdout

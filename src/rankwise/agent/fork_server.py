@@ -99,12 +99,10 @@ def _look_like_the_script(command):
     """sys.argv, sys.path[0] and sys.orig_argv as under `python script.py args...`."""
     flags = sys.orig_argv[1 : sys.orig_argv.index(__file__)]
     sys.orig_argv[1:] = flags + command
-    if command[0] == "-m":
-        sys.path[0] = os.getcwd()
-        sys.argv = ["-m", *command[2:]]
-    else:
-        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
-        sys.argv = list(command)
+    module = command[0] == "-m"
+    if not getattr(sys.flags, "safe_path", False):  # otherwise Python has put no folder before the others
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))
+    sys.argv = ["-m", *command[2:]] if module else list(command)
 
 
 def _serve(channel, agent):
