@@ -41,12 +41,35 @@ if True:
         ("    from mine import train", True),
         ("from . import train", False),  # raises in a script
         ("# import mine", False),
+        ("os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'\ntorch.optim.SGD", False),
+        ("torch.compile\nos.environ |= {'TORCHDYNAMO_DISABLE': '1'}", False),
+        ("    os.environ.update(TORCH_COMPILE_DEBUG='1')\nimport mine", False),
+        ("os.environ.setdefault('TORCHDYNAMO_VERBOSE', '1')\nimport mine", False),
+        ("os.putenv('TORCHDYNAMO_VERBOSE', '1')\nimport mine", False),
+        ("if os.environ['TORCHDYNAMO_DISABLE'] == '1': pass\nimport mine", True),
+        ("os.environ.get('TORCHDYNAMO_DISABLE')\nimport mine", True),
+        ("os.environ['MY_VARIABLE'] = '1'\nimport mine", True),
     ],
 )
 def test_the_compiler_is_imported_for_a_script_that_may_make_an_optimizer(more: str, expected: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"{PLAIN}{more}\n")
     assert fork_server._may_compile([str(script), "--lr", "0.1"]) is expected
+
+
+COMPILES = """
+import os, torch
+os.environ["TORCHDYNAMO_VERBOSE"] = "1"
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+import torch._dynamo.config
+print(torch._dynamo.config.verbose)
+"""
+
+
+def test_a_variable_of_the_compiler_that_a_script_sets_has_its_effect(launch) -> None:
+    run = launch(COMPILES, options=("--nproc", "1"))
+    assert run.wait() == 0, run.output()
+    assert run.run.log(0).read_text() == "True\n"
 
 
 def test_the_compiler_is_imported_for_a_module_which_is_not_read() -> None:

@@ -141,6 +141,10 @@ def _serve(channel, agent):
     return None
 
 
+_COMPILER_VARIABLE = re.compile(rb"TORCH(INDUCTOR|DYNAMO|_COMPILE|_DYNAMO)_")
+_ENVIRONMENT_WRITE = re.compile(rb"environb?\s*(\[[^\]]*\]\s*=(?!=)|\|=|\.(update|setdefault|pop)\b)|\bputenv\b")
+
+
 def _may_compile(command):
     """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers, DDP and torch.compile do.
 
@@ -151,6 +155,8 @@ def _may_compile(command):
         return True
     with open(command[0], "rb") as file:
         source = file.read()
+    if _COMPILER_VARIABLE.search(source) and _ENVIRONMENT_WRITE.search(source):
+        return False  # the compiler reads its variables when it is imported
     if re.search(rb"optim|compile|Distributed|Trainer", source):
         return True
     imports = re.findall(rb"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., ]+))", source, re.MULTILINE)
