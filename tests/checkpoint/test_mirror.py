@@ -164,10 +164,10 @@ def test_one_of_the_same_name_is_replaced(here: Path, mirror: Mirror) -> None:
 
 
 def test_a_store_that_cannot_be_read_is_an_error_that_names_it(mirror: Mirror, there: Path) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError("403 Forbidden")
 
-    mirror._fs.glob = refuse
+    mirror._fs.ls = refuse
     with pytest.raises(CheckpointError, match=re.escape(f"file://{there} cannot be read: PermissionError: 403 Forbidden")):
         mirror.names()
     assert Mirror(f"file://{there}/nothing").names() == []
@@ -196,6 +196,22 @@ def test_a_store_in_memory_works_as_a_folder_does(here: Path, tmp_path: Path) ->
     mirror.wait()
     mirror.fetch(path.name, tmp_path / "new")
     assert loaded(tmp_path / "new") == 3
+
+
+@pytest.mark.parametrize("store", ["file://{}/there", "memory://{}"])
+@pytest.mark.parametrize(("name", "other"), [("lr=[0.1,0.2]", "lr=0"), ("what?", "whatX"), ("a*b", "aXb")])
+def test_a_url_is_never_taken_as_a_pattern(name: str, other: str, store: str, here: Path, tmp_path: Path) -> None:
+    mirror, neighbor = (Mirror(f"{store.format(tmp_path)}/{each}") for each in (name, other))
+    paths = saved(here, 1, 2)
+    for one in (neighbor, mirror):
+        one.offer(paths[0])
+        one.wait()
+    mirror.offer(paths[1], gone=[paths[0].name])
+    mirror.wait()
+    assert mirror.names() == [paths[1].name]
+    assert neighbor.names() == [paths[0].name]
+    mirror.fetch(paths[1].name, tmp_path / "new")
+    assert loaded(tmp_path / "new") == 2
 
 
 # --- used by Checkpoints
@@ -320,11 +336,11 @@ def test_a_store_that_cannot_be_read_does_not_start_from_scratch_in_silence(
 ) -> None:
     checkpoints = mirrored(here, there)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError("403 Forbidden")
 
     assert checkpoints._mirror is not None
-    checkpoints._mirror._fs.glob = refuse
+    checkpoints._mirror._fs.ls = refuse
     with pytest.raises(CheckpointError, match=r"cannot be read: PermissionError: 403 Forbidden$"):
         checkpoints.load_latest(of_step(-1))
     Checkpoints(here, background=False).save(of_step(8), 8)

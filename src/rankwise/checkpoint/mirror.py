@@ -92,10 +92,13 @@ class Mirror:
 
     def _remove(self, name: str) -> None:
         there = f"{self._root}/{name}"
-        if self._fs.exists(there):
-            with contextlib.suppress(FileNotFoundError):  # its copy was not complete
-                self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is not a checkpoint
-            self._fs.rm(there, recursive=True)
+        manifest = f"{there}/{manifests.NAME}"
+        # Not fs.rm: it takes a path with [, * or ? as a pattern, which the folder of another run may match. The manifest first:
+        # from then on it is not a checkpoint.
+        for path in sorted(self._paths_in(there), key=lambda path: path != manifest):
+            self._fs.rm_file(path)
+        with contextlib.suppress(FileNotFoundError):  # a store without folders
+            self._fs.rmdir(there)
 
     def wait(self) -> None:
         """Wait until the last offered checkpoint is copied; if it failed, try once more. A failure is a warning."""
@@ -118,11 +121,19 @@ class Mirror:
         """The names of the checkpoints in the mirror, the oldest first. Not verified. Raises CheckpointError if they cannot be
         read."""
         try:
-            self._fs.invalidate_cache()
-            found = [path.split("/")[-2] for path in self._fs.glob(f"{self._root}/step-*/{manifests.NAME}")]
+            found = [path for path in self._paths_in(self._root) if is_name(Path(path).name)]
+            complete = [Path(path).name for path in found if f"{path}/{manifests.NAME}" in self._paths_in(path)]
         except Exception as error:
             raise CheckpointError(f"{self.url} cannot be read: {told(error)}") from None
-        return sorted(filter(is_name, found), key=lambda name: order(Path(name)))
+        return sorted(complete, key=lambda name: order(Path(name)))
+
+    def _paths_in(self, folder: str) -> list[str]:
+        """Empty if there is no such folder. Not `glob`, which takes [, * and ? in the name of the folder as a pattern, and
+        not `exists`, which hides the errors of a store."""
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return [path.rstrip("/") for path in self._fs.ls(folder, detail=False)]
+        return []
 
     def fetch(self, name: str, folder: Path) -> Path:
         """Copy a checkpoint into `folder`, verify it, and replace one of the same name. If this raises CheckpointError, nothing
