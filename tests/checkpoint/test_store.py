@@ -465,7 +465,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Pat
         save(Checkpoints(tmp_path / "file" / "checkpoints", background=background), 1)
 
 
-NOT_LOADABLE = (lambda: None, np.arange(3), deque([1]), Path("a"), slice(1), defaultdict(int, a=1), object())
+NOT_LOADABLE = (
+    lambda: None, np.arange(3), deque([1]), Path("a"), slice(1), defaultdict(int, a=1), object(),
+    np.datetime64("2020-01-01"), np.timedelta64(3, "s"), np.longdouble(1.5),
+)  # fmt: skip
 
 
 def test_a_state_that_cannot_be_written_leaves_nothing(folder: Path, background: bool) -> None:
@@ -486,12 +489,35 @@ def test_a_state_that_no_save_could_contain_is_refused_before_the_first_step(fol
 
 def test_a_state_of_numpys_numbers_can_be_read_again(folder: Path, background: bool) -> None:
     """AdamW(lr=np.float64(1e-3)), for example."""
-    value = {"a": np.float64(1e-3), "b": [np.int64(3), (np.bool_(True),)], "c": Counter("ab"), "d": {1, 2}}
+    value = {"a": np.float64(1e-3), "b": [np.int64(3), (np.bool_(True),)], "c": Counter(a=np.int64(2)), "d": {1, 2}}
     save(checkpoints := Checkpoints(folder, background=background), 1, part=Box(value))
     checkpoints.wait()
     box = Box()
     assert Checkpoints(folder, background=False).load_latest({"part": box}) is not None
     assert box.state["value"] == value
+
+
+def test_a_key_that_is_a_number_of_numpy_is_a_plain_one_when_it_is_read_again(folder: Path, background: bool) -> None:
+    """{class: count for class, count in enumerate(np.unique(labels))}, for example."""
+    value = OrderedDict({np.int64(7): {np.str_("a"): 1}, "b": {(np.int64(1), 2): torch.ones(2)}, np.float32(0.5): np.int64(2)})
+    save(Checkpoints(folder, background=background), 1, part=Box(value))
+    box = Box()
+    assert Checkpoints(folder, background=False).load_latest({"part": box}) is not None
+    found = box.state["value"]
+    assert [(type(key), key) for key in found] == [(int, 7), (str, "b"), (float, 0.5)]
+    assert [(type(key), key) for key in found[7]] == [(str, "a")]
+    assert found["b"][1, 2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("key", [Path("a"), signal.SIGINT, (1, Path("a")), np.datetime64("2020-01-01")], ids=repr)
+def test_a_key_that_cannot_be_loaded_is_refused_before_the_first_step_and_by_a_save(folder: Path, key: Any) -> None:
+    text = rf"^bad/value/x: the key .* is a {type(key).__name__}, which could not be loaded from a checkpoint; keep it as"
+    if isinstance(key, tuple):
+        text = r"^bad/value/x: the key \(1, PosixPath\('a'\)\)/1 is a PosixPath, which"
+    with pytest.raises(ConfigError, match=text):
+        Checkpoints(folder).load_latest({"bad": Box({"x": {key: 1}})})
+    with pytest.raises(ConfigError, match=text):
+        save(Checkpoints(folder), 1, bad=Box({"x": {key: 1}}))
 
 
 def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folder: Path, background: bool) -> None:

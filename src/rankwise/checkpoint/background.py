@@ -121,9 +121,9 @@ class _Copying:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is dict:
-            return {key: self.of(item) for key, item in value.items()}
+            return {self.of(key): self.of(item) for key, item in value.items()}
         if kind is OrderedDict:
-            changed = OrderedDict((key, self.of(item)) for key, item in value.items())
+            changed = OrderedDict((self.of(key), self.of(item)) for key, item in value.items())
             vars(changed).update(copy.deepcopy(vars(value), self._memo))  # a module's versions
             return changed
         if kind is list or kind is tuple:

@@ -11,6 +11,7 @@ If several ranks write, each does so in a thread, and threads must not call coll
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -229,19 +230,21 @@ def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def check_loadable(state: Any, path: str) -> None:
-    """Raises ConfigError for a value that torch.load(weights_only=True) would refuse, with its path. Numbers of numpy pass:
-    they are saved as plain ones."""
+    """Raises ConfigError for a value or a key that torch.load(weights_only=True) would refuse, with its path. Numbers of numpy
+    pass if Python has them too: they are saved as plain ones."""
     kind = type(state)
-    if kind in ATOMS or isinstance(state, torch.Tensor | np.generic):
+    if kind in ATOMS or isinstance(state, torch.Tensor) or (isinstance(state, np.generic) and type(state.item()) in ATOMS):
         return
     if isinstance(state, dict | list | tuple):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            if type(key) not in ATOMS:
+                check_loadable(key, f"{path}: the key {key!r}")
             check_loadable(value, f"{path}/{key}")
         if kind in (dict, list, tuple, OrderedDict):
             return
     memory = io.BytesIO()
     try:
-        torch.save(state, memory)
+        torch.save(make_plain(state), memory)
         memory.seek(0)
         torch.load(memory, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError):  # others may be of a signal handler, or of the memory
@@ -250,14 +253,16 @@ def check_loadable(state: Any, path: str) -> None:
 
 
 def make_plain(state: Any) -> Any:
-    """The state with plain numbers instead of numpy's, which `weights_only` refuses."""
+    """The state with plain numbers instead of numpy's, which `weights_only` refuses, also as keys."""
     if isinstance(state, np.generic):
         return state.item()
     if isinstance(state, dict):
-        changed = {key: new for key, value in state.items() if (new := make_plain(value)) is not value}
-        if changed:
-            state = state.copy()
-            state.update(changed)
+        pairs = [(make_plain(key), make_plain(value)) for key, value in state.items()]
+        if any(pair[0] is not key or pair[1] is not state[key] for pair, key in zip(pairs, state, strict=True)):
+            state = copy.copy(state)  # keeps the attributes, such as the versions of modules
+            state.clear()
+            for key, value in pairs:  # not update: a Counter would add
+                state[key] = value
     elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
         parts = [make_plain(value) for value in state]
         if any(new is not old for new, old in zip(parts, state, strict=True)):
