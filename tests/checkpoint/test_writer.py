@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from boxes import Box
@@ -132,6 +133,31 @@ def test_a_tensor_that_is_not_in_the_mapped_file_has_no_place(tmp_path: Path) ->
     assert places["a"].offset is not None
     assert places["elsewhere"].offset is None
     assert writer.locate_tensors(tmp_path / "a.pt", {"elsewhere": torch.arange(3.0)})["elsewhere"].offset is None
+
+
+def test_a_save_does_not_depend_on_the_names_of_the_files_that_are_mapped(tmp_path: Path) -> None:
+    data = tmp_path / os.fsdecode("größe".encode("latin-1"))  # as a zip archive of Windows unpacks it
+    np.zeros(1000, np.float32).tofile(data)
+    samples = np.memmap(data, np.float32, "r")
+    Checkpoints(tmp_path / "ck", background=False).save({"part": Box(torch.from_numpy(np.array(samples)))}, 1)
+    box = Box(None)
+    assert Checkpoints(tmp_path / "ck").load_latest({"part": box}) is not None
+    assert box.state["value"].tolist() == samples.tolist()
+
+
+def test_a_folder_whose_name_is_not_utf_8_has_checkpoints_too(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    plain, odd, box = nn.Linear(2, 2), nn.Module(), Box(torch.ones(3))
+    odd.register_buffer("counts", torch.ones(3, dtype=torch.uint16))  # a type that only torch.load can read
+    Checkpoints(folder, background=False).save({"plain": plain, "odd": odd, "box": box}, 1)
+    saved = plain.weight.clone()
+    with torch.no_grad():
+        plain.weight.zero_()
+        odd.counts.zero_()
+    box.state = {"value": None}
+    assert Checkpoints(folder).load_latest({"plain": plain, "odd": odd, "box": box}) is not None
+    assert torch.equal(plain.weight, saved)
+    assert odd.counts.tolist() == box.state["value"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -66,7 +66,13 @@ def read(
     if verify and (text := manifests.damage(path, record)):
         raise DamagedError(text)
     # A module copies what it gets. Another kind of part may keep it, and must not depend on a file that may be pruned.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(part, nn.Module))
+    return load_mapped(path) if isinstance(part, nn.Module) else torch.load(path, map_location="cpu", weights_only=True)
+
+
+def load_mapped(path: Path) -> Any:
+    """The state in a file, with tensors in the mapped file. Raises what torch.load raises."""
+    with path.open("rb") as file:  # mmap=True refuses a path that is not UTF-8
+        return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
 
 
 def _rest_sum(fd: int, record: FileRecord) -> str:

@@ -36,6 +36,7 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import ATOMS
 from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
+from rankwise.checkpoint.reader import load_mapped
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import NO_SPACE, fsync
 from rankwise.host.text import numbered
@@ -287,7 +288,7 @@ def write_file(path: Path, state: Any) -> FileRecord:
         os.fsync(file.fileno())
         size = file.tell()
     try:
-        again = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        again = load_mapped(path)
     except Exception as error:  # of many types: what cannot be loaded is not a checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
@@ -298,7 +299,7 @@ def write_file(path: Path, state: Any) -> FileRecord:
 def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
     """The place of each tensor in a file, by its path: with it, a corrupted tensor is found without the pickle.
 
-    `mapped`: the result of `torch.load(path, mmap=True)`.
+    `mapped`: the result of `load_mapped(path)`.
     """
     found = dict(manifests.tensors(mapped))
     begin, end = _mapping([t.data_ptr() for t in found.values() if t.numel()], path.stat().st_size)
@@ -314,7 +315,7 @@ def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
 def _mapping(addresses: Iterable[int], size: int) -> tuple[int, int]:
     """(begin, end) in memory of the mapped file of `size` bytes that contains one of these addresses; (0, 0) if none does."""
     files = []
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:  # it has the names of all mapped files
         for line in maps:
             area, _, offset, _, inode = line.split(maxsplit=5)[:5]
             if inode != "0":
