@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from boxes import of_step
+from boxes import Box, of_step
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -225,6 +226,32 @@ def test_a_mean_is_summed_in_float64(folder: Path, tmp_path: Path, typed: Run) -
     assert mean["n"].item() == 603
 
 
+def test_the_mean_of_a_nested_part_has_the_means_of_all_its_tensors(folder: Path, tmp_path: Path, typed: Run) -> None:
+    """Two networks in one part, for example."""
+    for step in (601, 603):
+        nested = {
+            "g": net(step).state_dict(),
+            "d": [{1: torch.tensor([step / 2])}, (torch.tensor(step),)],
+            "n": Counter(a=step),
+        }
+        Checkpoints(folder, keep_last=9, background=False).save({"gan": Box(nested)}, step)
+    assert typed("average", "--last", "2", "--part", "gan", "--to", "mean.pt").exit_code == 0
+    mean = load(tmp_path / "mean.pt")["value"]
+    assert {float(value.mean()) for name, value in mean["g"].items() if name.endswith(("weight", "bias"))} == {602.0}
+    assert mean["g"]._metadata == net(0).state_dict()._metadata  # type: ignore[attr-defined]
+    assert mean["g"]["1.num_batches_tracked"].item() == 603
+    assert mean["d"] == [{1: torch.tensor([301.0])}, (torch.tensor(603),)]
+    assert mean["n"] == {"a": 603}
+
+
+def test_nested_parts_of_different_shapes_have_no_mean(folder: Path, typed: Run) -> None:
+    for step, size in ((601, 2), (602, 3)):
+        Checkpoints(folder, keep_last=9, background=False).save({"gan": Box({"g": torch.ones(size)})}, step)
+    done = typed("average", "--last", "2", "--part", "gan", "--to", "m.pt")
+    assert done.exit_code == 2
+    assert "are of different models: value/g has different shapes" in done.output
+
+
 def test_a_damaged_checkpoint_is_neither_exported_nor_averaged(folder: Path, tmp_path: Path, typed: Run) -> None:
     spoil(folder / "step-00000500" / "model.pt", weights(500))
     for words in (("export",), ("average", "--last", "2")):
@@ -337,6 +364,10 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (
             ("average", "--to", "m.pt", "--last", "9"),
             "--last 9: found only 5 checkpoints in runs/a/checkpoints; type --last 5",
+        ),
+        (
+            ("average", "--to", "m.pt", "--last", "2", "--part", "rng"),
+            "step-00000500 has no floating-point tensors to average; choose another with --part",
         ),
         (("average", "--to", "m.pt", "--last", "0"), "--last 0: give a whole number of at least 1"),
         (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is a larger value better?"),

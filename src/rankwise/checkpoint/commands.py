@@ -9,6 +9,7 @@ find_prunable(folder, keep_last=2, older_than="7d")                    # reads t
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import time
@@ -209,30 +210,58 @@ def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
 
 
 def average(paths: Sequence[Path], part: str = "model") -> State:
-    """The mean of each floating-point tensor, summed in float64. Everything else (counts, masks) is that of the newest.
+    """The mean of each floating-point tensor, summed in float64, also in nested states. Everything else (counts, masks) is
+    that of the newest.
 
-    Raises ConfigError if the checkpoints have different models, CheckpointError if one is corrupted.
+    Raises ConfigError if there is none or the checkpoints have different models, CheckpointError if one is corrupted.
     """
     newest = max(paths, key=lambda path: Manifest.read(path).step)
     state = read_model(newest, part)
-    sums = {name: _wide(value) for name, value in state.items() if _is_averaged(value)}
+    here = dict(_tensors_in(state))
+    sums = {place: _wide(tensor) for place, tensor in here.items() if tensor.is_floating_point() or tensor.is_complex()}
+    if not sums:
+        raise ConfigError(f"the part {part} of {newest} has no floating-point tensors to average; choose another with --part")
     for path in paths:
         if path == newest:
             continue
-        other = read_model(path, part)
-        for name in state.keys() ^ other.keys():
-            raise ConfigError(f"{path} and {newest} are of different models: only one of them has {name}")
-        for name, total in sums.items():
-            if other[name].shape != total.shape:
-                raise ConfigError(f"{path} and {newest} are of different models: {name} has different shapes")
-            total += _wide(other[name])
-    return {name: (sums[name] / len(paths)).to(value.dtype) if name in sums else value for name, value in state.items()}
+        other = dict(_tensors_in(read_model(path, part)))
+        for place in here.keys() ^ other.keys():
+            raise ConfigError(f"{path} and {newest} are of different models: only one of them has {_name(place)}")
+        for place, total in sums.items():
+            if other[place].shape != total.shape:
+                raise ConfigError(f"{path} and {newest} are of different models: {_name(place)} has different shapes")
+            total += _wide(other[place])
+    means = {place: (total / len(paths)).to(here[place].dtype) for place, total in sums.items()}
+    return {key: _with(means, value, (key,)) for key, value in state.items()}
 
 
-def _is_averaged(value: Any) -> bool:
+def _tensors_in(state: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(its keys and indices, the tensor) for every tensor in nested dicts, lists and tuples."""
     import torch
 
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    if isinstance(state, torch.Tensor):
+        yield place, state
+    elif isinstance(state, dict | list | tuple):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _tensors_in(value, (*place, key))
+
+
+def _with(means: Mapping[tuple[Any, ...], torch.Tensor], state: Any, place: tuple[Any, ...]) -> Any:
+    """The nested state with the tensors of `means` at their places."""
+    if place in means:
+        return means[place]
+    if isinstance(state, dict):
+        changed = copy.copy(state)  # keeps the versions of modules
+        for key, value in state.items():
+            changed[key] = _with(means, value, (*place, key))
+        return changed
+    if isinstance(state, list | tuple):
+        return type(state)(_with(means, value, (*place, index)) for index, value in enumerate(state))
+    return state
+
+
+def _name(place: tuple[Any, ...]) -> str:
+    return "/".join(map(str, place))
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
