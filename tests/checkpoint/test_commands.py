@@ -354,6 +354,7 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (("export", "--to", "model.bin"), "--to model.bin: the name must end in .pt or .safetensors; type --to model.bin.pt"),
         (("export", "--to", "there.pt"), "there.pt exists already; choose another name, or type --force"),
         (("export", "--to", "no/such/m.pt"), "cannot write no/such/m.pt: there is no folder no/such"),
+        (("export", "--to", f"{'m' * 230}.pt"), f"cannot write {'m' * 230}.pt: File name too long"),  # of the temporary file
         (("export", "--to", "m.pt", "--part", "ema"), "has no part ema; choose one with --part: model, optimizer, rng"),
         (
             ("export", "--to", "m.safetensors", "--part", "optimizer"),

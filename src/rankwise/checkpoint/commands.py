@@ -291,7 +291,8 @@ def write_model(state: State, to: Path) -> None:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot write {to}: {why}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # for a reason that is already an error above
+            temporary.unlink(missing_ok=True)
 
 
 def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str], to: Path) -> None:
