@@ -426,10 +426,9 @@ def average_model(
     Summed in float64. Counts and other integers come from the newest.
     """
     from rankwise.checkpoint import commands, folders
-    from rankwise.checkpoint.retention import Best
 
     commands.check_target(to, force)
-    paths = commands.choose_for_average(folders.find(run), last, best, Best.of(by, larger_is_better))
+    paths = commands.choose_for_average(folders.find(run), last, best, by, larger_is_better)
     commands.write_model(commands.average(paths, part), to)
     click.echo(f"mean of {part} of {', '.join(path.name for path in paths)} written to {to}")
 
@@ -443,15 +442,14 @@ def average_model(
 @click.option("--older-than", metavar="AGE", help="Keep younger ones, too: 12h, 7d, 2w.")
 @click.option("--keep", multiple=True, metavar="STEP", help="Keep this one. Repeatable.")
 @click.option("--yes", is_flag=True, help="Remove them. Without it, only print what would be removed.")
-def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: bool, **rules: Any) -> None:
+def prune(run: str | None, yes: bool, **rules: Any) -> None:
     """Remove the checkpoints that no rule keeps.
 
     The newest intact one is never removed.
     """
     from rankwise.checkpoint import commands, folders
-    from rankwise.checkpoint.retention import Best
 
-    gone = commands.find_prunable(folders.find(run), by=Best.of(by, larger_is_better), **rules)
+    gone = commands.find_prunable(folders.find(run), **rules)
     for path in gone:
         click.echo(commands.remove_one(path) if yes else f"would remove {path}")
     if not yes:

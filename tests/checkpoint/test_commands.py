@@ -317,6 +317,22 @@ def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder:
     assert names(folder) == [200, 500]
 
 
+def test_the_direction_of_a_metric_is_that_by_which_the_run_kept_its_best(tmp_path: Path, typed: Run) -> None:
+    there = tmp_path / "runs" / "b" / "checkpoints"
+    checkpoints = Checkpoints(there, keep_last=9, keep_best="eval_acc", larger_is_better=True, background=False)
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.6)):
+        checkpoints.save({"model": net(step)}, step, metrics={"eval_acc": accuracy, "wer": 1.0 - accuracy})
+    best = ("average", "b", "--best", "1", "--to", "m.pt", "--force", "--by")
+    assert "step-00000002" in typed(*best, "eval_acc").output
+    assert "step-00000002" in typed(*best, "wer", "--less-is-better").output
+    assert "step-00000001" in typed(*best, "eval_acc", "--less-is-better").output
+    asked = "--by wer: is a larger value better? Type --larger-is-better or --less-is-better\n"
+    assert typed(*best, "wer").output.endswith(asked)
+    assert typed("prune", "b", "--keep-best", "1", "--by", "wer").output.endswith(asked)
+    assert typed("prune", "b", "--keep-best", "1", "--by", "eval_acc", "--yes").exit_code == 0
+    assert names(there) == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90.0), ("1.5h", 5400.0), ("7d", 604800.0), ("2w", 1209600.0), ("5m", 300.0)]
 )
@@ -368,14 +384,18 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         ),
         (
             ("average", "--to", "m.pt", "--last", "2", "--part", "rng"),
-            "step-00000500 has no floating-point tensors to average; choose another with --part",
+            "step-00000500 has no floating-point tensors to average; give another --part",
         ),
         (("average", "--to", "m.pt", "--last", "0"), "--last 0: give a whole number of at least 1"),
-        (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is a larger value better?"),
-        (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "found only 0 checkpoints with x_loss"),
+        (
+            ("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"),
+            "--by x_loss: no such metric; the metrics are: eval_loss",
+        ),
+        (("average", "--to", "m.pt", "--best", "1", "--less-is-better"), "--less-is-better need --by NAME, the metric that"),
         (("prune",), "which checkpoints should be kept? Type for example --keep-last 2"),
         (("prune", "--older-than", "7"), "--older-than '7' is not an age; type a number and a unit"),
         (("prune", "--keep-last", "0"), "--keep-last 0: give a whole number of at least 1"),
+        (("prune", "--keep-best", "1", "--by", "nope"), "--by nope: no such metric; the metrics are: eval_loss"),
         (("prune", "--keep", "7"), "--keep 7: no such checkpoint in"),
     ],
 )

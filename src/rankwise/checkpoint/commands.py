@@ -181,7 +181,9 @@ def _bare(state: State) -> State:
 # --- the mean of several
 
 
-def choose_for_average(folder: Path, last: int | None, best: int | None, by: Best | None) -> list[Path]:
+def choose_for_average(
+    folder: Path, last: int | None, best: int | None, by: str | None, larger_is_better: bool | None
+) -> list[Path]:
     """The last N or the best N; the best by the metric `by`, or by the metric of the run.
 
     Raises ConfigError if there are fewer, CheckpointError if one that could be among the best has a corrupted manifest.
@@ -196,10 +198,9 @@ def choose_for_average(folder: Path, last: int | None, best: int | None, by: Bes
         return _enough(paths[-last:], last, f"in {folder}", option)
     assert best is not None
     found = {path: Manifest.read(path) for path in paths}
-    by = by or find_best_figure(list(found.values()))
-    return _enough(
-        by.order({path: each.metrics for path, each in found.items()})[:best], best, f"with {by.name} in {folder}", option
-    )
+    figure = find_best_figure(list(found.values()), by, larger_is_better)
+    ordered = figure.order({path: each.metrics for path, each in found.items()})
+    return _enough(ordered[:best], best, f"with {figure.name} in {folder}", option)
 
 
 def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
@@ -220,7 +221,7 @@ def average(paths: Sequence[Path], part: str = "model") -> State:
     here = dict(_tensors_in(state))
     sums = {place: _wide(tensor) for place, tensor in here.items() if tensor.is_floating_point() or tensor.is_complex()}
     if not sums:
-        raise ConfigError(f"the part {part} of {newest} has no floating-point tensors to average; choose another with --part")
+        raise ConfigError(f"the part {part} of {newest} has no floating-point tensors to average; give another --part")
     for path in paths:
         if path == newest:
             continue
@@ -352,7 +353,8 @@ def find_prunable(
     folder: Path,
     keep_last: int | None = None,
     keep_best: int | None = None,
-    by: Best | None = None,
+    by: str | None = None,
+    larger_is_better: bool | None = None,
     older_than: str | None = None,
     keep: Sequence[str] = (),
 ) -> list[Path]:
@@ -379,8 +381,8 @@ def find_prunable(
     kept = {*whole, *named}
     if keep_best is not None:
         found = {path: manifest for path in paths if isinstance(manifest := _read(path), Manifest)}
-        by = by or find_best_figure(list(found.values()))
-        kept.update(_first_whole(by.order({path: each.metrics for path, each in found.items()}), keep_best))
+        figure = find_best_figure(list(found.values()), by, larger_is_better)
+        kept.update(_first_whole(figure.order({path: each.metrics for path, each in found.items()}), keep_best))
     now = time.time()
     return [path for path in older if path not in kept and now - saved_at(path) >= older_than_s]
 

@@ -85,15 +85,22 @@ class Best:
             raise ConfigError(f"keep_best={self.name!r}: no such metric; the metrics are: {there}")
 
 
-def find_best_figure(manifests: Sequence[Manifest]) -> Best:
-    """The metric by which the newest of these runs kept its best. Raises ConfigError if no run did."""
+def find_best_figure(manifests: Sequence[Manifest], by: str | None = None, larger_is_better: bool | None = None) -> Best:
+    """The metric `by` (--by); without it, the metric by which the newest of these runs kept its best. Raises ConfigError if
+    there is no such metric, or its direction is neither given nor known."""
+    figures = dict.fromkeys(name for manifest in manifests for name in manifest.metrics)
+    if by is None and larger_is_better is not None:
+        raise ConfigError("--larger-is-better and --less-is-better need --by NAME, the metric that decides which is the best")
+    if by is not None and by not in figures:
+        raise ConfigError(f"--by {by}: no such metric; the metrics are: {', '.join(figures) or 'none'}")
     for manifest in reversed(manifests):
-        if manifest.best:
+        if manifest.best and larger_is_better is None and by in (None, manifest.best["name"]):
             return Best(**manifest.best)
-    figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
+    if by is not None:
+        return Best(by, is_larger_better(f"--by {by}", by, larger_is_better, "Type --larger-is-better or --less-is-better"))
     raise ConfigError(
         "which metric decides which checkpoint is the best? The run had no keep_best; type --by NAME; the metrics are: "
-        f"{figures}"
+        f"{', '.join(figures) or 'none'}"
     )
 
 

@@ -11,11 +11,11 @@ from rankwise.errors import ConfigError
 from rankwise.host.text import listed
 
 
-def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
+def is_larger_better(what: str, metric: str, given: bool | None, cure: str = "Give larger_is_better=True or False") -> bool:
     """`given`, unless it is None; False for a loss. Otherwise raises ConfigError, because a wrong guess would keep the
     worst."""
     if given is None and not metric.endswith("loss"):
-        raise ConfigError(f"{what}: is a larger value better? Give larger_is_better=True or False")
+        raise ConfigError(f"{what}: is a larger value better? {cure}")
     return bool(given)
 
 
