@@ -263,6 +263,54 @@ def test_a_machine_with_an_empty_disk_goes_on_from_there(here: Path, there: Path
     assert capsys.readouterr().out == f"step-00000007 was copied from file://{there}\n"
 
 
+def by_accuracy(here: Path, there: Path) -> Checkpoints:
+    return mirrored(here, there, keep_last=1, keep_best="eval_acc", larger_is_better=True)
+
+
+def save_with(checkpoints: Checkpoints, values: dict[int, float]) -> None:
+    for step, accuracy in values.items():
+        checkpoints.save(of_step(step), step, metrics={"eval_acc": accuracy})
+        checkpoints.wait()
+
+
+def test_a_machine_with_an_empty_disk_gets_the_best_from_there_too(
+    here: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with(by_accuracy(here, there), {1: 0.5, 2: 0.9, 3: 0.6})
+    shutil.rmtree(here)
+    capsys.readouterr()
+    again = by_accuracy(here, there)
+    assert again.resume(of_step(-1)) == 3
+    assert again.best() == here / "step-00000002"
+    assert not again.is_best({"eval_acc": 0.7})
+    assert capsys.readouterr().out == (
+        f"step-00000003 was copied from file://{there}\nstep-00000002 was copied from file://{there}\nresuming from step 3\n"
+    )
+    save_with(again, {4: 0.7})
+    for folder in (here, there):
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("file", ["model.pt", manifests.NAME])
+def test_a_best_that_is_damaged_there_is_reported_and_does_not_stop_the_run(
+    file: str, here: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with(by_accuracy(here, there), {1: 0.5, 2: 0.9, 3: 0.6})
+    shutil.rmtree(here)
+    (there / "step-00000002" / file).write_bytes(b"")
+    again = by_accuracy(here, there)
+    assert again.resume(of_step(-1)) == 3
+    assert again.best() == here / "step-00000003"
+    assert f"warning: skipped a checkpoint: step-00000002 in file://{there}: step-00000002/{file}" in capsys.readouterr().out
+
+
+def test_what_is_better_here_is_not_copied_from_there(here: Path, there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_with(by_accuracy(here, there), {1: 0.5, 2: 0.9, 3: 0.6})
+    shutil.copytree(there / "step-00000003", there / "step-00000001")  # a leftover
+    assert by_accuracy(here, there).resume(of_step(-1)) == 3
+    assert capsys.readouterr().out == "resuming from step 3\n"
+
+
 def test_what_is_newer_here_is_gone_on_from_here(here: Path, there: Path) -> None:
     checkpoints = mirrored(here, there)
     checkpoints.save(of_step(7), 7)

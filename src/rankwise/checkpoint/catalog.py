@@ -164,8 +164,9 @@ class Catalog:
     # --- the mirror
 
     def bring(self) -> None:
-        """Copy the newest checkpoint from the mirror, if it is newer than those here. Raises CheckpointError if the mirror
-        cannot be read and no checkpoint is here: the run must not start from scratch without notice."""
+        """Copy the newest checkpoint from the mirror, if it is newer than those here, and the best one, if it is not here.
+        Raises CheckpointError if the mirror cannot be read and no checkpoint is here: the run must not start from scratch
+        without notice."""
         if self._mirror is None:
             return
         here = self.all()
@@ -178,6 +179,24 @@ class Catalog:
             return
         for name in reversed(names):
             if (here and order(Path(name)) <= order(here[-1])) or self._replace(name):
+                break
+        if self._best is not None:
+            self._bring_best(self._best, self._mirror, names)
+
+    def _bring_best(self, best: Best, mirror: Mirror, names: list[str]) -> None:
+        """Without it, a worse checkpoint would become the best."""
+        here = {path.name for path in self.all()}
+        measured = {}
+        for name in sorted({*here, *names}, key=lambda name: order(Path(name))):
+            try:
+                manifest = Manifest.read(self.folder / name) if name in here else mirror.read_manifest(name)
+            except CheckpointError as error:
+                if name not in here:
+                    log.warn(f"skipped a checkpoint: {error}")
+            else:
+                measured[name] = manifest.metrics
+        for name in best.order(measured):
+            if name in here or self._replace(name):
                 break
 
     def _replace(self, name: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.folders import is_name, order, put
+from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import log
 from rankwise.errors import CheckpointError
 from rankwise.host.stores import file_system, told
@@ -134,6 +136,17 @@ class Mirror:
         with contextlib.suppress(FileNotFoundError):
             return [path.rstrip("/") for path in self._fs.ls(folder, detail=False)]
         return []
+
+    def read_manifest(self, name: str) -> Manifest:
+        """The manifest of a checkpoint in the mirror. Raises CheckpointError."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                self._fs.get_file(f"{self._root}/{name}/{manifests.NAME}", f"{folder}/{manifests.NAME}")
+                return Manifest.read(Path(folder))
+            except CheckpointError as error:
+                raise CheckpointError(f"{name} in {self.url}: {str(error).replace(folder, name)}") from None
+            except Exception as error:
+                raise CheckpointError(f"{name} cannot be copied from {self.url}: {told(error)}") from None
 
     def fetch(self, name: str, folder: Path) -> Path:
         """Copy a checkpoint into `folder`, verify it, and replace one of the same name. If this raises CheckpointError, nothing
