@@ -751,6 +751,22 @@ def test_a_part_that_may_be_new_need_not_be_in_a_checkpoint(folder: Path, capsys
         Checkpoints(folder).resume({"a": Box(), "ema": Box()})
 
 
+def test_a_part_that_starts_from_scratch_has_nothing_of_a_corrupted_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder, 1)
+    newest = save(Checkpoints(folder, background=False), 2, ema=Box(2))
+    data = bytearray((newest / "model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "model.pt").write_bytes(data)
+    ema = Box("new")
+    assert Checkpoints(folder).resume({"ema": ema, **of_step(-1)}, may_be_new=["ema"]) == 1
+    assert ema.state == {"value": "new"}
+    warned, *lines = capsys.readouterr().out.splitlines()
+    assert warned.startswith("warning: skipped a checkpoint: ")
+    assert lines == ["the checkpoint has no ema: ema starts from scratch", "resuming from step 1"]
+
+
 def test_to_start_from_scratch_sets_aside_what_is_there(folder: Path) -> None:
     checkpoints = Checkpoints(folder, background=False)
     checkpoints.save({"a": Box(1)}, 3)

@@ -10,7 +10,7 @@ Nothing here is collective. If there is a mirror, the main rank copies from it w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rankwise.checkpoint import manifest as manifests
@@ -98,6 +98,14 @@ class Catalog:
     def glance(self, folder: Path) -> Manifest:
         """Check the manifest, and the lengths of the files."""
         return self._look_at(folder, manifests.glance)
+
+    def check_to_load(self, folder: Path, may_be_new: Collection[str]) -> Manifest:
+        """As `glance`; as `verify`, if a part in `may_be_new` is missing in an older checkpoint: after a load that failed, the
+        part would not start from scratch there."""
+        manifest = self.glance(folder)
+        new = {name for name in may_be_new if manifest.has(name)}
+        older = [path for path in self.all() if order(path) < order(folder)] if new else []
+        return self.verify(folder) if any(_lacks(path, new) for path in older) else manifest
 
     def _look_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
         try:
@@ -211,6 +219,14 @@ class Catalog:
         self._replaced.add(name)
         log.say(f"{name} was copied from {self._mirror.url}")
         return True
+
+
+def _lacks(folder: Path, parts: Collection[str]) -> bool:
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:  # then it is not loaded either
+        return False
+    return not all(map(manifest.has, parts))
 
 
 def _saved_at(path: Path, otherwise: float) -> float:

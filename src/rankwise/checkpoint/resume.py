@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +71,9 @@ class Chosen(NamedTuple):
     """Whether this rank has written it, as a copy for its node."""
 
 
-def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
+def choose(catalog: Catalog, damaged: dict[Path, str], may_be_new: Collection[str] = ()) -> Chosen | None:
     """Collective. The newest intact checkpoint; None if no node has any. `damaged`: those that the first rank of each node
-    knows to be corrupted, and why.
+    knows to be corrupted, and why. `may_be_new`: the parts that may be missing in it.
 
     Raises CheckpointError on all ranks if there are checkpoints and none is intact, or if a node cannot store its copy.
     """
@@ -83,7 +84,8 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
         try:
             if comm.is_main():
                 catalog.bring()
-            own = catalog.find_newest(damaged, catalog.glance) if is_first else None
+            look = partial(catalog.check_to_load, may_be_new=may_be_new)
+            own = catalog.find_newest(damaged, look) if is_first else None
         except CheckpointError as problem:
             why = str(problem)
     told = comm.all_gather_object((own[0].name if own is not None else "", why), group)

@@ -460,7 +460,7 @@ class Checkpoints:
         self._background.join()
         damaged: dict[Path, str] = {}  # on the first rank of each node
         failures: Counter[Path] = Counter()
-        while (found := resume.choose(self._catalog, damaged)) is not None:
+        while (found := resume.choose(self._catalog, damaged, may_be_new)) is not None:
             folder, manifest, is_copy = found
             there = {name: part for name, part in parts.items() if name not in may_be_new or manifest.has(name)}
             own = resume.load(folder, manifest, there)
