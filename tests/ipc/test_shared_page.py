@@ -310,6 +310,14 @@ def test_the_main_ranks_alarm_is_due_at_its_time_from_its_first_step_on_and_once
     assert (page.due(2999), page.due(3000)) == (0, 1)
 
 
+def test_an_alarm_in_a_thousand_years_is_not_due() -> None:
+    """Checkpoints(every_s=1e12), for example, for a run that saves only in the end."""
+    page = Page.create(1)
+    page.row(0).set_alarm(10**21, 1)
+    assert page.row(0).pass_gate(1)
+    assert page.due(10**18) == 0
+
+
 def test_a_stop_that_is_held_amid_an_alarm_comes_after_it() -> None:
     page = Page.create(2)
     rows = [page.row(0), page.row(1)]

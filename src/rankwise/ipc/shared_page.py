@@ -354,7 +354,7 @@ class Row:
     def set_alarm(self, at_ns: int, which: int) -> None:
         """For the main rank: at `at_ns` of the monotonic clock (0: never) the alarms `which` are due, one bit each."""
         self._words[self._base + _DUE] = which
-        self._words[self._base + _DUE_AT] = at_ns
+        self._words[self._base + _DUE_AT] = min(at_ns, (1 << 63) - 1)  # the largest of a word, in 292 years
 
     def due(self, now_ns: int) -> int:
         """The alarms that this rank asks for now, one bit each."""
