@@ -520,6 +520,11 @@ def test_a_key_that_cannot_be_loaded_is_refused_before_the_first_step_and_by_a_s
         save(Checkpoints(folder), 1, bad=Box({"x": {key: 1}}))
 
 
+def test_a_step_may_be_a_number_of_numpy(folder: Path, background: bool) -> None:
+    save(Checkpoints(folder, background=background), np.int64(5))  # type: ignore[arg-type]
+    assert Checkpoints(folder).resume(of_step(-1)) == 5
+
+
 def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folder: Path, background: bool) -> None:
     with pytest.raises(ConfigError, match=r"part/value is a tensor of layout torch.sparse_coo, .* tensor.to_dense\(\)"):
         save(Checkpoints(folder, background=background), 1, part=Box(torch.eye(3).to_sparse()))
