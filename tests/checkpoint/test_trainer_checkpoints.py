@@ -140,7 +140,7 @@ def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, background: 
     for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4, background)):
         assert error == ": "
         if rank == 0:
-            assert said.count("MB are free; training continues") == 2
+            assert said.count("B are free; training continues") == 2
             assert "step-00000003: it needs" in said
     assert sorted(p.name for p in (small_disk / "run" / "checkpoints").iterdir()) == names(4, 5)
 

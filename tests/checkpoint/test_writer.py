@@ -172,6 +172,16 @@ def test_the_free_space_is_named_only_if_it_is_what_is_missing(
         Checkpoints(tmp_path, background=False).save({"model": nn.Linear(2, 2)}, 1)
 
 
+def test_a_full_disk_is_reported_in_a_unit_that_fits_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9000, 9000, 0))  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r": it needs \d[\d.]* kB, and 0 B are free$"):
+        Checkpoints(tmp_path, background=False).save({"model": nn.Linear(2, 2)}, 1)
+
+
 def test_a_pruned_link_to_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "here", keep_last=1, background=False)
     checkpoints.save({"model": nn.Linear(2, 2)}, 1)

@@ -39,7 +39,7 @@ from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_da
 from rankwise.checkpoint.reader import load_mapped
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import NO_SPACE, fsync
-from rankwise.host.text import numbered
+from rankwise.host.text import numbered, size
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
@@ -357,4 +357,4 @@ def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | Run
             return f"cannot write {final}: {error}"
     elif error.errno not in NO_SPACE or free > need:  # a quota, or no more inodes: the free space does not explain it
         return f"cannot write {final}: {error.strerror}"
-    return f"cannot write {final}: it needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
+    return f"cannot write {final}: it needs {size(need)}, and {size(free)} are free"
