@@ -262,7 +262,7 @@ _SET_THREADS = (
 
 def _set_threads_of_blas(threads):
     """numpy's library for matrices has taken its number of threads from the environment of the warm process."""
-    with contextlib.suppress(OSError, ImportError), open("/proc/self/maps") as maps:
+    with contextlib.suppress(OSError, ImportError), open("/proc/self/maps", errors="surrogateescape") as maps:
         import ctypes
 
         for path in {line.split(maxsplit=5)[-1].rstrip() for line in maps if _BLAS.search(line)}:

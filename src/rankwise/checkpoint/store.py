@@ -190,7 +190,7 @@ class Checkpoints:
         began = time.perf_counter()
         try:
             with own_states.averaged(parts):
-                folder, own_bytes = self._save(parts, int(step), info, metrics)
+                folder, own_bytes = self._save(parts, step, info, metrics)
         finally:
             self.wait_s += time.perf_counter() - began
         if not self._has_saved:
