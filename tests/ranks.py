@@ -161,7 +161,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     multiprocessing.set_start_method(None, force=True)
     import torch
 
-    from rankwise.agent import fork_server
+    from rankwise.agent import exception_record
     from rankwise.host import main_script
 
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
             main_script.run(argv[0])
     except SystemExit as end:
-        status = fork_server._exit_status(end)
+        status = exception_record.exit_status(end)
     except BaseException as error:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)

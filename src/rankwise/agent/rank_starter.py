@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -86,10 +87,11 @@ class Starter:
 
     def _start_once(self, spec: Spec) -> int:
         mode = "once" if self._plan.interpreter else "exec"
-        with open(os.memfd_create("spec"), "w+") as file:  # not a pipe: an environment may be larger than a pipe can be
-            json.dump(spec, file)
-            file.seek(0)
-            process = self._python(mode, file.fileno(), spec["environment"])
+        reader = _readable(json.dumps(spec).encode())
+        try:
+            process = self._python(mode, reader, spec["environment"])
+        finally:
+            os.close(reader)
         process.returncode = 0  # the agent reaps the process: Popen must not wait for it
         return process.pid
 
@@ -139,3 +141,21 @@ class Starter:
             with contextlib.suppress(subprocess.TimeoutExpired):  # state D: it waits for a disk, so we do not wait for it
                 self._warm.wait(timeout=_KILL_S)
             self._warm = None
+
+
+def _readable(data: bytes) -> int:
+    """A file descriptor from which `data` can be read."""
+    reader, writer = os.pipe()
+    with contextlib.suppress(OSError):  # above the system's limit for users: then it stays at 64 KiB
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
+    os.set_blocking(writer, False)
+    fits = os.write(writer, data) == len(data)
+    os.close(writer)
+    if fits:
+        return reader
+    os.close(reader)
+    file = os.memfd_create("spec")  # not always: a limit for the size of files (`ulimit -f`) holds for it too
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
