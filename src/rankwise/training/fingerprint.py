@@ -5,6 +5,7 @@ parts = {"settings": Fingerprint(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}  
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch.optim import Optimizer
 
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
-from rankwise.training.optimizer import is_fused
+from rankwise.host.arguments import shown
+from rankwise.training.optimizer import RATES_OF_SCHEDULERS, is_fused
+
+_NO_SETTINGS = ("last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "base_lrs")
+"""Entries in the states of torch's schedulers: positions, and the learning rate, which is a setting of the optimizer."""
+
+_PRIVATE_SETTINGS = ("_milestones", "_schedulers", "_schedule_phases")
+"""The settings of SequentialLR, ChainedScheduler and OneCycleLR that have a private name."""
 
 
 class Fingerprint:
@@ -29,9 +37,11 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fixed: Mapping[str, Any], scheduler: Any) -> Fingerprint:
-        """Adds the type of the scheduler (fixed), and the numbers and strings of its state (kept)."""
+        """Adds the type of the scheduler (fixed), and the settings in its state (kept)."""
         kind = type(scheduler).__name__ if scheduler is not None else None
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
+        if fixed.get("lr_scale", "none") != "none":  # the rates were multiplied: on other ranks they would always differ
+            kept = {name: value for name, value in kept.items() if name.rpartition(".")[2] not in RATES_OF_SCHEDULERS}
         return cls({**fixed, "scheduler": kind}, {f"{kind}'s {name}": value for name, value in kept.items()})
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,13 +95,38 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return shown(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state that are numbers or strings, without private ones."""
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, int | float | str) and not isinstance(value, bool) and not name.startswith("_")
-    }
+    """The settings in the state of a scheduler: `{"gamma": 0.1, "milestones": [10, 20], "schedulers[0].step_size": 3}`."""
+    kept = {name: value for name, value in state.items() if name in _PRIVATE_SETTINGS or not name.startswith("_")}
+    found: dict[str, Any] = {}
+    for name, value in kept.items():
+        if name not in _NO_SETTINGS:
+            found |= _settings_in(name.lstrip("_"), value)
+    return found
+
+
+def _settings_in(name: str, value: Any) -> dict[str, Any]:
+    """The numbers, strings and lists of numbers in a value, by their names. Tensors and functions are ignored."""
+    if _is_plain(value):
+        return {name: value}
+    if isinstance(value, Counter):  # how MultiStepLR keeps its milestones
+        value = sorted(value.elements())
+    if isinstance(value, Mapping):
+        return {f"{name}.{inner}": each for inner, each in plain(value).items()}
+    if not isinstance(value, list | tuple):
+        return {}
+    if all(map(_is_plain, value)):
+        return {name: list(value)}
+    found: dict[str, Any] = {}
+    for place, each in enumerate(value):
+        found |= _settings_in(f"{name}[{place}]", each)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str) and not isinstance(value, bool)

@@ -24,7 +24,7 @@ _FUSED = (Adam, AdamW, SGD)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """The keys in a parameter group that schedulers use for learning rates."""
 
-_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
 """The attributes in which torch's schedulers keep learning rates: one for each group, or one for all."""
 
 
@@ -168,7 +168,7 @@ def _multiply(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
 
 
 def _scale_rates(scheduler: Any, factor: float) -> None:
-    for name in _RATES_OF_SCHEDULERS:
+    for name in RATES_OF_SCHEDULERS:
         rates = getattr(scheduler, name, None)
         if rates is not None:
             setattr(scheduler, name, [lr * factor for lr in rates] if isinstance(rates, list | tuple) else rates * factor)
