@@ -167,8 +167,8 @@ class Trainer:
         ours = [self.evaluate] if self.evaluate is not None else []
         self._actions = Actions([*ours, *actions], scheduler)
         self._actions.check(self.checkpoints.keep_best)
-        fixed = {"clip_norm": clip_norm, "drop_last": self.loader.drop_last, **optimizers.settings(optimizer)}
-        self._settings = Fingerprint.of(fixed | self.loader.sizes, self._actions.scheduler)
+        fixed = {"clip_norm": clip_norm, "drop_last": self.loader.drop_last, **self.loader.sizes}
+        self._settings = Fingerprint.of(fixed, optimizer, self._actions.scheduler)
         self._compare_ranks()
         nominal = self.loader.global_batch_size
         optimizers.check_scaled(optimizer, nominal if not self.loader.sizes.keys() & {"batch_size", "batch_tokens"} else None)
@@ -363,6 +363,7 @@ class Trainer:
                 except RunDirError as error:  # a full disk: it must not hide the exception that ended the loop
                     log.warn(f"cannot record the outcome of this attempt: {error}")
                 lease.release()
+            self._settings.trained(self.state.optimizer, self._actions.scheduler)
             for reason in failed:  # it must not hide the exception that ended the loop
                 if not raised:
                     raise reason

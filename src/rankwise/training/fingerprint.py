@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import shown
-from rankwise.training.optimizer import RATES_OF_SCHEDULERS, is_fused
+from rankwise.training.optimizer import RATES_OF_SCHEDULERS, is_fused, settings
 
 _NO_SETTINGS = ("last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "base_lrs")
 """Entries in the states of torch's schedulers: positions, and the learning rate, which is a setting of the optimizer."""
@@ -36,13 +37,28 @@ class Fingerprint:
         self._kept = dict(kept)
 
     @classmethod
-    def of(cls, fixed: Mapping[str, Any], scheduler: Any) -> Fingerprint:
-        """Adds the type of the scheduler (fixed), and the settings in its state (kept)."""
+    def of(cls, fixed: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> Fingerprint:
+        """Adds the settings of the optimizer and the type of the scheduler (fixed), and the settings in its state (kept).
+
+        If a training has changed a value, and the script has not changed it since, the setting is the value before it."""
+        now = cls._now(fixed, optimizer, scheduler)
+        if optimizer not in _trained:
+            return now
+        before, after = _trained[optimizer]
+        return cls(_as_set(now.fixed, before.fixed, after.fixed), _as_set(now._kept, before._kept, after._kept))
+
+    @classmethod
+    def _now(cls, fixed: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> Fingerprint:
+        fixed = {**fixed, **settings(optimizer)}
         kind = type(scheduler).__name__ if scheduler is not None else None
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
-        if fixed.get("lr_scale", "none") != "none":  # the rates were multiplied: on other ranks they would always differ
+        if fixed["lr_scale"] != "none":  # the rates were multiplied: on other ranks they would always differ
             kept = {name: value for name, value in kept.items() if name.rpartition(".")[2] not in RATES_OF_SCHEDULERS}
         return cls({**fixed, "scheduler": kind}, {f"{kind}'s {name}": value for name, value in kept.items()})
+
+    def trained(self, optimizer: Optimizer, scheduler: Any) -> None:
+        """A training with these settings is over: remember which values it has changed."""
+        _trained[optimizer] = self, self._now(self.fixed, optimizer, scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fixed": self.fixed, "kept": self._kept}
@@ -63,6 +79,10 @@ class Fingerprint:
                 f"end, a schedule may rise again. To use {_shown(new)}, start a new run with --fresh or --name NAME"
             )
         self._kept.update(state["kept"])
+
+
+_trained: WeakKeyDictionary[Optimizer, tuple[Fingerprint, Fingerprint]] = WeakKeyDictionary()
+"""For each optimizer: the settings of its last training, and the values that this has left."""
 
 
 def compare(mine: Mapping[str, Any]) -> None:
@@ -92,6 +112,11 @@ def numerics(precision: str, device: str, optimizer: Optimizer, reduction: str) 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(name, before, now) for each setting that both have and that differs."""
     return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]
+
+
+def _as_set(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the script, if a training has made `after` of `before`."""
+    return {name: before.get(name, value) if after.get(name) == value else value for name, value in now.items()}
 
 
 def _shown(value: Any) -> str:
