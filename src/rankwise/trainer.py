@@ -264,8 +264,10 @@ class Trainer:
                     action(state)
             self._meet()
             self.stop.finish()
+            if is_stopped := self._moments.end():  # by the script
+                self._end_early(state)
             # The checkpoint of this step does not record that the script has stopped there.
-            self._saving.at_end(state, again=self._moments.end())
+            self._saving.at_end(state, again=is_stopped)
             if not self.stop.signum:
                 rest = self.sync.finish()
                 if rest is not None and (not rest.finite or rest.total <= 0):
@@ -321,6 +323,13 @@ class Trainer:
             self._skipped.add(state, result.shared)
         else:
             self._skipped.in_a_row = 0
+
+    def _end_early(self, state: TrainState) -> None:
+        """Collective. The script has stopped the run: do what the actions of this step would have done if it were the last."""
+        if not state.last:
+            state.last = True
+            self._actions.at_end(state)
+            self.sync.follow()
 
     def _done(self, state: TrainState) -> bool:
         return state.stopped or self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)

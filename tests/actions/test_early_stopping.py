@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
 from test_trainer import data, make_model, trainer
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from rankwise import Evaluate, TrainState
 from rankwise.actions import EarlyStopping
@@ -107,3 +109,21 @@ def test_all_ranks_stop_after_the_same_step_and_a_broken_run_stops_where_the_unb
     assert 8 <= steps < 400
     assert reason.startswith("eval_loss has not improved in 3 measurements; best ")
     assert on_ranks(2, ends, tmp_path / "broken", steps - 1) == unbroken
+
+
+def counted(folder: Path) -> tuple[int, dict[str, Any]]:
+    """(the number of evaluations, what EarlyStopping has saved) of a training that stops after the second evaluation."""
+    evaluated: list[int] = []
+
+    def figures(_: Any, batch: Any) -> dict[str, Any]:
+        evaluated.append(1)
+        return {"loss": (1.0 * len(batch[0]), len(batch[0]))}
+
+    stopping = EarlyStopping("eval_loss", patience=1)
+    evaluate = Evaluate(TensorDataset(torch.zeros(1, 1)), figures, every_steps=2)
+    trainer(folder, max_epochs=None, max_steps=9, evaluate=evaluate, actions=[stopping]).fit()
+    return len(evaluated), stopping.state_dict()
+
+
+def test_the_step_after_which_it_stops_is_evaluated_and_counted_once(tmp_path: Path) -> None:
+    assert on_ranks(1, counted, tmp_path) == [(2, {"metric": "eval_loss", "best": 1.0, "worse": 1})]

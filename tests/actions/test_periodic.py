@@ -53,6 +53,19 @@ def test_at_the_end_once_though_two_triggers_are_due(state: TrainState) -> None:
     assert fired(state, steps(9), steps=3, epochs=1, at_end=True) == [2, 5, 8]
 
 
+def test_after_a_stop_by_the_script_once_and_again_in_the_next_loop(state: TrainState) -> None:
+    called: list[str] = []
+    both, final = (every(lambda _, n=n: called.append(n), steps=s, at_end=True) for n, s in (("both", 2), ("final", None)))
+    often = every(lambda _: called.append("often"), steps=2)
+    for _ in range(2):
+        for action in (both, final, often):
+            action.begin(by_gate=False)
+            state.step = 4
+            action(state)
+            action.at_end(state)
+    assert called == ["both", "final", "often"] * 2
+
+
 def test_an_action_that_would_never_be_called_is_an_error() -> None:
     for triggers in ({}, {"steps": 0}, {"epochs": 0}, {"seconds": -1.0}):
         with pytest.raises(ConfigError):

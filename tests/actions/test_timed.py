@@ -28,6 +28,10 @@ RUN = Path("run")
 
 
 def fit(pause_s: float = 0.0, **arguments: Any) -> TrainState:
+    return new_trainer(pause_s, **arguments).fit()
+
+
+def new_trainer(pause_s: float = 0.0, **arguments: Any) -> rankwise.Trainer:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
 
@@ -39,7 +43,7 @@ def fit(pause_s: float = 0.0, **arguments: Any) -> TrainState:
     data = TensorDataset(torch.randn(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     arguments = {"global_batch_size": 8, "max_steps": 40, "log_every": 1000, "run_dir": RUN, **arguments}
-    return trainer_of(model, optimizer, step, data, **arguments).fit()
+    return trainer_of(model, optimizer, step, data, **arguments)
 
 
 def steps_by_time(pause_s: float) -> tuple[list[int], int]:
@@ -107,6 +111,50 @@ def test_a_run_that_its_script_has_stopped_is_saved_and_does_not_begin_again(who
     assert first[0][1:] == (True, f"rank {min(who)} has had enough")
     assert first[0][0] in last
     assert RunDir(RUN).saved()[-1].startswith(f"step-{first[0][0]:08d}")
+
+
+def stopped_after(at: int) -> dict[str, Any]:
+    """The steps after which each action ran, and the last step."""
+    ran: dict[str, list[Any]] = {"at the end": [], "both": [], "evaluation": []}
+
+    def stop(state: TrainState) -> None:
+        if state.step == at:
+            state.stop("enough")
+
+    def at_end(state: TrainState) -> None:
+        ran["at the end"].append((state.step, state.last, sorted(state.measured_now)))
+        state.stop("again")
+
+    def error(_: nn.Module, batch: Any) -> dict[str, Any]:
+        step = trainer.state.step
+        ran["evaluation"].append(step)
+        return {"error": (step * len(batch[0]), len(batch[0]))}
+
+    both = rankwise.every(lambda state: ran["both"].append(state.step), steps=at, at_end=True)
+    trainer = new_trainer(
+        eval_data=TensorDataset(torch.zeros(2, 4)), eval_fn=error, eval_every=5, keep_best="eval_error", larger_is_better=True,
+        actions=[stop, rankwise.every(at_end, at_end=True), both],
+    )  # fmt: skip
+    state = trainer.fit()
+    return {**ran, "end": (state.step, state.stop_reason)}
+
+
+def stopped_twice(at: int) -> list[dict[str, Any]]:
+    return [stopped_after(at), stopped_after(at)]
+
+
+@pytest.mark.parametrize(("ranks", "at", "evaluated"), [(1, 7, [5, 7]), (2, 7, [5, 7]), (1, 10, [5, 10])])
+def test_what_is_due_at_the_end_runs_once_if_the_script_stops_the_run(ranks: int, at: int, evaluated: list[int]) -> None:
+    nothing: dict[str, list[Any]] = {"at the end": [], "both": [], "evaluation": []}
+    for first, resumed in on_ranks(ranks, stopped_twice, at):
+        at_end = [(at, True, ["eval_error", "loss"])]
+        assert first == {"at the end": at_end, "both": [at], "evaluation": evaluated, "end": (at, "enough")}
+        assert resumed == {**nothing, "end": (at, "enough")}
+    measured = {record["step"]: record["eval_error"] for record in RunDir(RUN).read_metrics() if "eval_error" in record}
+    assert measured == {step: step for step in evaluated}
+    best = rankwise.Checkpoints(RUN / "checkpoints", keep_best="eval_error", larger_is_better=True).best()
+    assert best is not None
+    assert best.name.startswith(f"step-{at:08d}")
 
 
 def said_when_stopped() -> tuple[list[Any], str]:

@@ -33,6 +33,9 @@ class Evaluation(Protocol):
     every_epochs: int | None
     wait_s: float
 
+    def at_end(self, state: TrainState) -> None:
+        """The script has stopped the run after this step."""
+
 
 class Actions:
     """`given`: the user's actions, in their order. A Log, CheckReplicas or writer among them replaces the Trainer's own.
@@ -119,6 +122,13 @@ class Actions:
         if state.new_metrics:
             for writer in self.writers:
                 writer(state)
+
+    def at_end(self, state: TrainState) -> None:
+        """Collective. The script has stopped the run after this step: call what is due at the end and was not called yet."""
+        self.log.reduce(state)
+        for action in self.given:
+            if isinstance(action, Every | Evaluation):
+                action.at_end(state)
 
     def close(self) -> list[Exception]:
         """Close all actions that can be closed. Returns what they have raised."""

@@ -26,7 +26,8 @@ def every(
     seconds: float | None = None,
     at_end: bool = False,
 ) -> Every:
-    """Call `action` when any trigger is due: at an interval in steps, epochs or seconds, and with `at_end` after the last step.
+    """Call `action` when any trigger is due: at an interval in steps, epochs or seconds, and with `at_end` after the last step,
+    also if the script stops the run.
 
     Seconds are measured by the clock of the main rank. In the actions of a Trainer, `action` runs on all ranks after the same
     step, in its place in the list: at the end of the first step that all ranks begin after the time is over. Elsewhere (inside
@@ -50,10 +51,11 @@ class Every:
 
         self.time_is_over = False
         self._last_s = 0.0
+        self._ran_at = -1
 
     def begin(self, by_gate: bool) -> None:
         """A loop begins, and so does the first interval in seconds."""
-        self.by_gate, self.time_is_over, self._last_s = by_gate, False, 0.0
+        self.by_gate, self.time_is_over, self._last_s, self._ran_at = by_gate, False, 0.0, -1
 
     def __call__(self, state: TrainState) -> None:
         due = (
@@ -67,4 +69,13 @@ class Every:
             due = True
         if due:
             self.time_is_over = False
-            self._do(state)
+            self._run(state)
+
+    def at_end(self, state: TrainState) -> None:
+        """After a loop that the script has stopped: with `at_end`, call the action, unless it was called after this step."""
+        if self._at_end and self._ran_at != state.step:
+            self._run(state)
+
+    def _run(self, state: TrainState) -> None:
+        self._ran_at = state.step
+        self._do(state)

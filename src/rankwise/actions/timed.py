@@ -29,7 +29,8 @@ class Moments:
         self._meet = meet
         self._seen_s = state.clock_s
         self._rung: Sequence[int] = ()
-        self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
+        self._triggers = [action for action in actions if isinstance(action, Every)]
+        self._timed = [action for action in self._triggers if action.seconds]
         if len(self._timed) > MOST_ALARMS:
             raise ConfigError(f"{len(self._timed)} actions with every(seconds=...), and at most {MOST_ALARMS} are possible")
         state.on_stop = stop.ask
@@ -37,8 +38,8 @@ class Moments:
     def begin(self) -> None:
         """Collective. Open the gate, if this is possible."""
         self._stop.open()
-        for action in self._timed:
-            action.begin(by_gate=self._stop.has_gate)
+        for action in self._triggers:
+            action.begin(by_gate=self._stop.has_gate and action in self._timed)
         self._seen_s, self._rung = self._state.clock_s, ()
         if not self._stop.has_gate:
             return

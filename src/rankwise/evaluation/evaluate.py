@@ -101,9 +101,17 @@ class Evaluate:
         if isinstance(self._model, nn.Module):
             self._model.to(trainer.device)
 
+    def begin(self, _state: TrainState) -> None:
+        """A loop begins."""
+        self._trigger.begin(by_gate=False)
+
     def __call__(self, state: TrainState) -> None:
         """Collective. Evaluate if it is due."""
         self._trigger(state)
+
+    def at_end(self, state: TrainState) -> None:
+        """Collective. The script has stopped the run: evaluate, unless this was done after this step."""
+        self._trigger.at_end(state)
 
     def evaluate_now(self, state: TrainState) -> None:
         """Collective. Evaluate, whether or not it is due: `every(Evaluate(...), ...)` decides that itself."""

@@ -49,7 +49,8 @@ class TrainState:
     """Whether this step was skipped."""
 
     last: bool = False
-    """Whether this step was the last of the run."""
+    """Whether this step was the last of the run. If the script stops the run, this is known only after the step's actions:
+    `every(action, at_end=True)` is called then."""
 
     stopped: bool = False
     """Whether the script has stopped the run after this step, by `stop`: then the same command does not train again."""
