@@ -121,8 +121,8 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
             try:
                 check(args, kwargs)
                 plain = [_plain(v) if key in numbers else v for key, v in zip(names.in_order, args, strict=False)]
-                named = {key: _plain(v) if key in numbers else v for key, v in kwargs.items()}
-                return function(*plain, *args[len(plain) :], **named)  # type: ignore[arg-type]
+                others = {key: _plain(v) if key in numbers else v for key, v in kwargs.items()}
+                return function(*plain, *args[len(plain) :], **others)  # type: ignore[arg-type]
             except RankwiseError:
                 errors.without_traceback()  # in a script that has not called init yet
                 raise
