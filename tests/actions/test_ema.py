@@ -110,3 +110,32 @@ def test_buffers_are_copied_and_a_model_with_another_layer_is_an_error_that_says
         ConfigError, match=r"the action ema: the model's parameters have changed since EMA\(model\) was created"
     ):
         ema(state)
+
+
+class LateTable(nn.Module):
+    """It creates a buffer in its first pass."""
+
+    table: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        found: torch.Tensor = self.linear(self.norm(x) + self.table)
+        return found
+
+
+def test_a_buffer_that_the_first_pass_creates_is_in_the_average_too() -> None:
+    model = LateTable()
+    ema = EMA(model, DECAY)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(torch.randn(8, 4) + 5)
+        ema(state)
+    assert torch.equal(ema.model.table, model.table)  # type: ignore[arg-type]
+    assert torch.equal(ema.model.norm.running_mean, model.norm.running_mean)  # type: ignore[union-attr, arg-type]

@@ -415,3 +415,12 @@ def test_a_process_group_without_a_backend_for_the_cpu_does(tmp_path: Path) -> N
     assert first[:5] == [[3.0, 3.0], [0, 1], 1, [0, 1], [0.0, 0.0]]
     assert second[:5] == [[3.0, 3.0], [0, 1], 1, [], [0.0, 0.0]]
     assert first[5] == second[5]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_model_of_torchscript_is_trained_and_its_changes_are_seen() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    trained = Trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not trained.changed()
+    next(model.parameters()).requires_grad_(False)
+    assert trained.changed()

@@ -51,16 +51,16 @@ class EMA:
                 f"the action {self.name}: the model's parameters have changed since EMA(model) was created; create it after "
                 "the last layer is replaced"
             )
-        if any(mine.shape != b.shape for mine, b in zip(self.model.buffers(), state.model.buffers(), strict=False)):
+        if [b.shape for b in self.model.buffers()] != [b.shape for b in state.model.buffers()]:
             self._reshape_buffers(state.model)
         self._averaged.update_parameters(state.model)
 
     def _reshape_buffers(self, model: nn.Module) -> None:
-        """A table may grow with the longest sequence."""
+        """A table may grow with the longest sequence, and may be None before the first pass."""
         own = dict(self.model.named_modules())
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if prefix in own and getattr(own[prefix], name, buffer).shape != buffer.shape:
+                if prefix in own and getattr(getattr(own[prefix], name, None), "shape", None) != buffer.shape:
                     setattr(own[prefix], name, buffer.detach().clone())
 
     def state_dict(self) -> dict[str, Any]:

@@ -131,10 +131,10 @@ def settle_buckets(reducer: Any) -> None:
 
 
 def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dicts in which a module keeps its own parameters and its children. Empty if one is missing: then all parameters must
-    be listed to see a change."""
+    """The dicts in which a module keeps its own parameters and its children. Empty if one is missing or not a dict, as in
+    TorchScript: then all parameters must be listed to see a change."""
     found = (_find(module, "_parameters"), _find(module, "_modules"))
-    return found if None not in found else ()
+    return found if all(isinstance(home, dict) for home in found) else ()
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
