@@ -1,6 +1,5 @@
 """The start of the command: `rankwise`, and `python -m rankwise`."""
 
-import os
 import signal
 import sys
 
@@ -16,6 +15,6 @@ def start() -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-        del sys.path[0]  # it may contain a secrets.py or platform.py, which rankwise must not import
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder: it may contain a secrets.py or platform.py, which rankwise must not import
     start()
