@@ -653,6 +653,7 @@ for name in ("one", "two"):
 """
 
 
+@pytest.mark.stress
 def test_a_run_from_scratch_sets_aside_each_folder_of_checkpoints_at_its_first_use_in_any_attempt(launch, tmp_path) -> None:
     def steps(*options: str, status: int = 0, **environ: str) -> list[int]:
         run = launch(USES, options=("--nproc", "1", *options), env={**os.environ, **environ})

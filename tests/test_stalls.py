@@ -77,6 +77,7 @@ def test_a_rank_that_raised_and_cannot_exit_fails_when_the_grace_is_over_and_the
     assert "rank 0 raised ValueError: loss is nan (script.py:4); restarting all ranks, 1 of 1" in run.output()
 
 
+@pytest.mark.stress
 def test_the_traceback_of_a_rank_that_raised_and_cannot_exit_is_shown(launch) -> None:
     run = launch(
         "import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise ValueError('loss is nan')",
@@ -87,6 +88,7 @@ def test_the_traceback_of_a_rank_that_raised_and_cannot_exit_is_shown(launch) ->
     assert "rank 0 raised ValueError: loss is nan (script.py:3), on" in run.output()
 
 
+@pytest.mark.stress
 def test_a_rank_that_raised_may_save_at_its_exit_as_long_as_the_grace_is(launch) -> None:
     run = launch(
         "import atexit, pathlib, time\natexit.register(lambda: (time.sleep(2), pathlib.Path('saved').touch()))\n"

@@ -144,6 +144,7 @@ def stopped_twice(at: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "at", "evaluated"), [(1, 7, [5, 7]), (2, 7, [5, 7]), (1, 10, [5, 10])])
+@pytest.mark.one_in(2)
 def test_what_is_due_at_the_end_runs_once_if_the_script_stops_the_run(ranks: int, at: int, evaluated: list[int]) -> None:
     nothing: dict[str, list[Any]] = {"at the end": [], "both": [], "evaluation": []}
     for first, resumed in on_ranks(ranks, stopped_twice, at):

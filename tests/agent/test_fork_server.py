@@ -66,6 +66,7 @@ print(torch._dynamo.config.verbose)
 """
 
 
+@pytest.mark.stress
 def test_a_variable_of_the_compiler_that_a_script_sets_has_its_effect(launch) -> None:
     run = launch(COMPILES, options=("--nproc", "1"))
     assert run.wait() == 0, run.output()

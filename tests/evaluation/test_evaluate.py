@@ -117,6 +117,7 @@ def of_no_batch() -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.stress
 def test_metrics_of_no_batch_on_any_rank_are_those_of_objects_that_were_never_updated() -> None:
     [alone] = on_ranks(1, of_no_batch)
     assert alone["eval_f1"] == 0.0

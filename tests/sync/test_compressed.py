@@ -289,6 +289,7 @@ def alternating(compress: str, alternate: bool) -> float:
 
 
 @pytest.mark.parametrize("name", ["int8", "powersgd:2"])
+@pytest.mark.one_in(2)
 def test_nothing_is_lost_of_a_parameter_that_is_used_in_every_second_step(name: str) -> None:
     [usual, _] = on_ranks(2, alternating, name, False)
     [ours, _] = on_ranks(2, alternating, name, True)
