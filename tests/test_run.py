@@ -635,6 +635,39 @@ def test_models_that_one_script_trains_have_separate_checkpoints_or_are_refused(
         assert there == {"old-1", "step-00000003"}
 
 
+IN_A_THREAD = """
+import os, signal, sys, threading
+import torch, rankwise
+
+def train():
+    model = torch.nn.Linear(1, 1)
+    loss = lambda model, batch: (model(batch).sum(), len(batch))
+    kill = lambda state: state.step == 3 and rankwise.is_main() and os.kill(os.getpid(), signal.SIGTERM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = rankwise.Trainer(model, optimizer, loss, [torch.ones(1)] * 8, global_batch_size=4, max_steps=400, actions=[kill])
+    try:
+        trainer.fit()
+    except rankwise.errors.Stopped as stopped:
+        print("stopped after", trainer.state.step, "status", stopped.code, flush=True)
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+print("and now", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("never", flush=True)
+"""
+
+
+def test_a_training_in_a_thread_stops_by_a_signal_and_afterwards_a_signal_has_its_usual_effect(launch) -> None:
+    run = launch(IN_A_THREAD, options=("--nproc", "2"))
+    run.wait()
+    logs = [run.run.log(rank).read_text() for rank in range(2)]
+    steps = [re.findall(r"stopped after (\d+) status 75\nand now\n$", log) for log in logs]
+    assert steps[0] == steps[1] != [], logs
+    assert 3 <= int(steps[0][0]) < 400
+
+
 USES = """
 import os
 import torch, rankwise

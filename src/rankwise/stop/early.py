@@ -24,6 +24,7 @@ listening = False
 _heard = 0
 _pid = 0
 _told: Callable[[], None] | None = None
+_to: Callable[[int, FrameType | None], None] | None = None
 
 
 def listen(file: str = "") -> None:
@@ -85,14 +86,30 @@ def take() -> int:
     return signum
 
 
-def _on_signal(signum: int, _frame: FrameType | None) -> None:
+def pass_to(function: Callable[[int, FrameType | None], None] | None) -> int:
+    """As `take`, for a loop in a thread, which cannot set handlers: from now on requests are passed to `function`. With None
+    they have their usual effect."""
+    global _heard, _to
+    if not listening or os.getpid() != _pid:
+        return 0
+    signum, _heard, _to = _heard, 0, function or _end
+    return signum
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
     global _heard
-    if os.getpid() == _pid:
+    if os.getpid() != _pid:
+        _end(signum, frame)  # a process that this rank has forked: the signal ends it as usual
+    elif _to is not None:
+        _to(signum, frame)
+    else:
         _heard = _heard or signum
-        return
+
+
+def _end(signum: int, _frame: FrameType | None) -> None:
     import signal
 
-    signal.signal(signum, signal.SIG_DFL)  # a process that this rank has forked: the signal ends it as usual
+    signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
 
 
