@@ -36,6 +36,11 @@ def test_a_rank_remembers_the_first_request_from_its_import_until_somebody_takes
     assert ended(ANSWERS, **{of_a_rank: "0"}) == (-signal.SIGTERM, f"remembered {int(signal.SIGUSR1)}\n")
 
 
+def test_a_loop_that_failed_before_its_first_step_leaves_the_request_to_the_next_one() -> None:
+    left = ANSWERS.replace('print("remembered"', 'rankwise.StopSignal().leave()\nprint("remembered"')
+    assert ended(left, LOCAL_RANK="0") == (-signal.SIGTERM, f"remembered {int(signal.SIGUSR1)}\n")
+
+
 def test_a_trainer_in_a_module_that_the_script_imports_later_answers_too() -> None:
     Path("recipe").mkdir()
     Path("recipe/__init__.py").touch()

@@ -152,8 +152,7 @@ class StopSignal:
         self.signum, self.by_script = 0, False  # of an earlier loop
         if self._keeper is not None:
             self._keeper.start()
-        can_set_handlers = threading.current_thread() is threading.main_thread()
-        if self.has_gate and can_set_handlers:
+        if self.has_gate and _can_set_handlers():
             for signum in SIGNALS:
                 before = signal.signal(signum, self._on_signal)
                 self._before[signum] = signal.SIG_DFL if early.remembers(before) else before
@@ -161,7 +160,7 @@ class StopSignal:
             self._row.join()
             self._row.on_alarm = self._on_alarm
         passed = self._on_signal if self.has_gate else None
-        if remembered := early.take() if can_set_handlers else early.pass_to(passed):
+        if remembered := early.take() if _can_set_handlers() else early.pass_to(passed):
             os.kill(self._pid, remembered)  # sent again: the handlers are set now
         self._alarms.begin()
         self._set_alarm()
@@ -248,7 +247,8 @@ class StopSignal:
             self._keeper.stop()
         if self.signum:
             self._left = time.monotonic()
-        early.pass_to(None)
+        if self._listening and not _can_set_handlers():
+            early.pass_to(None)
         late = [signum for signum, handler in self._before.items() if self._is_answered(signum) and _is_default(handler)]
         for signum, handler in self._before.items():
             with contextlib.suppress(ValueError):
@@ -280,6 +280,10 @@ class StopSignal:
         stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
         stopped.signum = self.signum
         return stopped
+
+
+def _can_set_handlers() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _is_default(handler: object) -> bool:
