@@ -339,13 +339,17 @@ class LocalSGD:
         return {name: values[id(t)] for name, t in named.items() if id(t) in values}
 
     @property
+    def _is_under_way(self) -> bool:
+        """Whether there were steps since the last average."""
+        return not self._local.is_exact and self._done > self._began_period
+
+    @property
     def _is_apart(self) -> bool:
         """Whether the replicas may differ."""
-        return comm.world_size() > 1 and not self._local.is_exact and self._done > self._began_period
+        return comm.world_size() > 1 and self._is_under_way
 
     def finish(self) -> Shared | None:
-        is_open = not self._local.is_exact and self._done > self._began_period
-        rest = self._average_now() if is_open else None
+        rest = self._average_now() if self._is_under_way else None
         self._local.finish()
         return rest
 

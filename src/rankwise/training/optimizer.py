@@ -109,7 +109,10 @@ def fuse(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         if group["fused"] and _is_broken(optimizer, group):
-            log.warn(f"{_BROKEN}; give SGD(..., fused=False)")
+            log.warn(
+                "torch's fused SGD leaves parameters in bf16 and fp16 on a CPU as they are (pytorch/pytorch#191763); "
+                "give SGD(..., fused=False)"
+            )
         nobody_chose = group["fused"] is None and group["foreach"] is None
         plain = not group.get("differentiable") and not group.get("capturable")
         usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and is_dense(p) for p in group["params"])
@@ -118,10 +121,8 @@ def fuse(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
-_BROKEN = "torch's fused SGD leaves parameters in bf16 and fp16 on a CPU as they are (pytorch/pytorch#191763)"
-
-
 def _is_broken(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the fused kernel does not work for this group."""
     short = (torch.bfloat16, torch.float16)
     return isinstance(optimizer, SGD) and any(p.device.type == "cpu" and p.dtype in short for p in group["params"])
 
