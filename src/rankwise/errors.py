@@ -2,6 +2,7 @@
 
 RankwiseError            exit status 2 unless a subclass has another
   ConfigError            a setting that cannot work
+    NotAttachedError       a strategy that has no model yet
   WorldError             this process cannot tell which rank it is, or the ranks disagree
     NotJoinedError         it is one of several processes that were started, and would train alone
   DeviceError            torch cannot use a GPU of this machine
@@ -44,6 +45,10 @@ class RankwiseError(Exception):
 
 class ConfigError(RankwiseError):
     """A setting that cannot work, found before any work is done."""
+
+
+class NotAttachedError(ConfigError, AttributeError):
+    """A method of a strategy was called before `attach`."""
 
 
 class WorldError(RankwiseError):

@@ -48,6 +48,7 @@ from rankwise.host.arguments import (
     FROM_ZERO,
     FUNCTION,
     FUNCTIONS,
+    OPTIMIZER,
     PATH,
     Argument,
     having,
@@ -76,10 +77,6 @@ from rankwise.training.precision import PRECISION, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
 
-_OPTIMIZER = Argument(
-    lambda value: all(hasattr(value, name) for name in ("param_groups", "step", "state_dict")) and not isinstance(value, type),
-    "an optimizer: torch.optim.AdamW(model.parameters())",
-)
 _SCHEDULER = having("one of torch.optim.lr_scheduler", "step", "state_dict")
 _STRATEGY = having("a strategy: rankwise.AllReduce()", "attach", "backward", "step").or_(strategies.NAME)
 _LIMIT = Argument(
@@ -114,7 +111,7 @@ class Trainer:
     """
 
     @takes(
-        model=instance(nn.Module, "a torch.nn.Module"), optimizer=_OPTIMIZER, step_fn=FUNCTION, train_data=DATA,
+        model=instance(nn.Module, "a torch.nn.Module"), optimizer=OPTIMIZER, step_fn=FUNCTION, train_data=DATA,
         batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, accumulate=FROM_ONE.or_none,
         max_epochs=FROM_ONE.or_none, max_steps=FROM_ONE.or_none, scheduler=_SCHEDULER.or_none, clip_norm=_LIMIT.or_none,
         precision=_PRECISION, sync=_STRATEGY.or_none, evaluate=_EVALUATE.or_none,

@@ -222,6 +222,32 @@ def wrong(name: str) -> list[str]:
     return found
 
 
+BEFORE_ATTACH = {
+    "backward": lambda sync: sync.backward(torch.ones(()), 1),
+    "step": lambda sync: sync.step(), "finish": lambda sync: sync.finish(),
+    "averaged": lambda sync: sync.averaged().__enter__(), "follow": lambda sync: sync.follow(),
+    "wait_s": lambda sync: sync.wait_s,
+    "state_dict": lambda sync: sync.state_dict(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", BEFORE_ATTACH)
+@pytest.mark.parametrize("name", NAMES)
+def test_before_attach_a_method_says_that_it_is_missing(name: str, method: str) -> None:
+    with pytest.raises(ConfigError, match=r"^this strategy has no model yet; call attach before its other methods: sync = "):
+        BEFORE_ATTACH[method](named(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attach_refuses_what_is_no_model_and_no_optimizer(name: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"^attach\(optimizer=None\): give an optimizer: torch\.optim"):
+        named(name).attach(model, None)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"^attach\(model=SGD.*\): give a torch\.nn\.Module; the order of the arg"):
+        named(name).attach(optimizer, model)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.one_in(2)
 def test_every_strategy_trains_under_every_condition(name: str) -> None:

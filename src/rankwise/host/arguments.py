@@ -71,6 +71,10 @@ STEPS = Argument(
     lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(FROM_ONE.accepts, value)),
     "the steps, whole numbers of at least 1: [1000, 2000]",
 )  # fmt: skip
+OPTIMIZER = Argument(
+    lambda value: all(hasattr(value, name) for name in ("param_groups", "step", "state_dict")) and not isinstance(value, type),
+    "an optimizer: torch.optim.AdamW(model.parameters())",
+)
 DATA = Argument(
     lambda value: (
         not isinstance(value, str | bytes | type)

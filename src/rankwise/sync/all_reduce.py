@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
-from rankwise.host.arguments import Argument, one_of, takes
+from rankwise.host.arguments import ANYTHING, OPTIMIZER, Argument, instance, one_of, takes
 from rankwise.sync.average import common_buffers
 from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
@@ -31,7 +31,7 @@ from rankwise.sync.flat import FlatReduction
 from rankwise.sync.gradient_watch import GradientWatch
 from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums, Tail
-from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
+from rankwise.sync.strategy import Held, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.model import buffers_kept, check_unwrapped, give_own_elements
 from rankwise.training.optimizer import align_state
@@ -49,7 +49,7 @@ _attached: WeakSet[AllReduce] = WeakSet()
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
 
-class AllReduce:
+class AllReduce(NeedsAttach):
     """Exact data parallelism.
 
     `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
@@ -108,6 +108,10 @@ class AllReduce:
     def _together(self) -> bool:
         return not comm.is_alone()
 
+    @takes(
+        model=instance(nn.Module, "a torch.nn.Module"), optimizer=OPTIMIZER, clip_norm=ANYTHING, loss_scale=ANYTHING,
+        typical_count=ANYTHING,
+    )  # fmt: skip
     def attach(
         self,
         model: nn.Module,

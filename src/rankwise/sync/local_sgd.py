@@ -29,7 +29,7 @@ from rankwise.host.text import count, numbered, size
 from rankwise.sync.average import average, payload_bytes, tell
 from rankwise.sync.local import Local
 from rankwise.sync.reduction import Count
-from rankwise.sync.strategy import Held, Promise, Shared, StepResult, check_alike
+from rankwise.sync.strategy import Held, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.training.optimizer import named_state
 from rankwise.training.precision import LossScale
 
@@ -38,7 +38,7 @@ _LONGEST = 1_000_000  # steps per period, at most
 _TOLD = 3  # warnings about skipped steps and replicas, at most
 
 
-class LocalSGD:
+class LocalSGD(NeedsAttach):
     """Each rank steps with the mean gradient of its own samples, which it clips itself; then the replicas are averaged.
 
     `every`: steps between two averages. `seconds`: the time between two averages instead; the first three averages follow one

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rankwise.errors import NotAttachedError
 from rankwise.training.fingerprint import compare
 from rankwise.training.precision import LossScale
 
@@ -70,6 +71,21 @@ def check_alike(strategy: SyncStrategy, **attached: Any) -> None:
     kind, held = type(strategy).__name__, vars(strategy)
     settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
     compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in (settings | attached).items()}})
+
+
+class NeedsAttach:
+    """A base of strategies whose other methods need what `attach` makes. Before it they raise NotAttachedError."""
+
+    if not TYPE_CHECKING:  # with this method, a type checker accepts any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called if there is no such attribute, or if a property has raised AttributeError."""
+            if "_optimizer" not in vars(self) and not name.startswith("__") and (name[0] == "_" or hasattr(type(self), name)):
+                raise NotAttachedError(
+                    "this strategy has no model yet; call attach before its other methods: "
+                    "sync = rankwise.AllReduce().attach(model, optimizer)"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class SyncStrategy(Protocol):
