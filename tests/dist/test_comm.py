@@ -89,6 +89,7 @@ def odd_tensors() -> dict[str, Any]:
         "parameter": [comm.all_reduce(parameter).tolist(), parameter.grad_fn, parameter.requires_grad],
         "dtypes": [comm.all_reduce(torch.full((2,), 1 + r).to(kind)).tolist() for kind in KINDS[:-1] + ODD_KINDS],
         "complex": comm.all_reduce(torch.tensor(1 + 1j) * (1 + r), "mean").item(),
+        "large halves": comm.all_reduce(torch.full((2,), 4e4, dtype=torch.float16), "mean").tolist(),
     }
 
 
@@ -110,6 +111,7 @@ def test_a_tensor_of_any_shape_stride_and_dtype_is_reduced_in_place(n: int) -> N
         assert answer["parameter"] == [[total] * 3, None, True]
         assert answer["dtypes"] == [[total] * 2] * (len(KINDS) - 1 + len(ODD_KINDS))
         assert answer["complex"] == (1 + 1j) * total / n
+        assert answer["large halves"] == [40000.0] * 2
 
 
 def refused() -> list[str]:

@@ -389,7 +389,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.detach()
-    carrier = values.to(_CARRIER.get(values.dtype, values.dtype)).contiguous()
+    sent_as = torch.float32 if op == "mean" and values.dtype is torch.float16 else _CARRIER.get(values.dtype, values.dtype)
+    carrier = values.to(sent_as).contiguous()  # a sum of float16 may overflow although the mean does not
     dist.all_reduce(carrier, _OPS[op], group_for(carrier.device))
     if op == "mean":
         carrier.div_(dist.get_world_size())
