@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -163,6 +164,21 @@ def test_release_removes_ones_own_lease_alone(token: str, run: RunDir) -> None:
     other = left_by(run, token=token)
     mine.release()
     assert run.holder() == other
+
+
+def test_a_file_that_is_replaced_on_a_network_file_system_while_it_is_read_is_read_again(run: RunDir, monkeypatch) -> None:
+    holder = left_by(run, host="another-host")
+    errors = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+    usual = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: usual(path) if not errors else throw(errors.pop()))
+    assert lease.read(run.lease) == holder
+    errors += [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * 2
+    with pytest.raises(RunDirError, match=r"cannot be read"):
+        lease.read(run.lease)
+
+
+def throw(error: Exception) -> str:
+    raise error
 
 
 def test_release_after_the_run_was_moved_or_removed_is_no_error(run: RunDir) -> None:

@@ -85,13 +85,22 @@ class Holder:
 def read(path: Path) -> Holder | None:
     """The process that writes there now; None if there is none. Raises RunDirError if the file is not such a record."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(_text(path))
         known = {field.name for field in fields(Holder)}
         return Holder(**{key: value for key, value in record.items() if key in known})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunDirError(f"{path} cannot be read ({error}); if no run is active there, remove it") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return path.read_text()  # on NFS, another host has replaced the file after this one opened it
 
 
 def in_use(path: Path, holder: Holder) -> RunDirError:
