@@ -242,6 +242,41 @@ print("ended at", trainer.fit().step)
     assert "ended at 60\n" in said(launch(source, options=ONE))
 
 
+LEFT = {
+    "a graph": """
+graph, pool = torch.cuda.CUDAGraph(), torch.zeros(9, device="cuda")
+with torch.cuda.graph(graph):
+    pool += 1
+""",
+    "queued kernels": """
+large = torch.randn(8192, 8192, device="cuda")
+for _ in range(200):
+    last = large @ large
+""",
+    "a collective of NCCL": """
+torch.distributed.init_process_group("nccl")
+work = torch.distributed.all_reduce(torch.ones(9, device="cuda"), async_op=True)
+""",
+    "a reader with pinned memory": """
+read = iter(torch.utils.data.DataLoader(torch.ones(99, 9), num_workers=1, pin_memory=True))
+next(read)
+""",
+    "a profiler": """
+profiler = torch.profiler.profile()
+profiler.__enter__()
+torch.ones(9, device="cuda")
+""",
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_open_file_is_complete_whatever_the_script_leaves_on_the_gpu(launch, tmp_path: Path, method: str, left: str) -> None:
+    source = f"import torch\nfile = open('result.txt', 'w')\nfile.write('all of it')\n{LEFT[left]}"
+    said(launch(source, options=("--nproc", "1", "--start-method", method)))
+    assert [file.read_text() for file in tmp_path.rglob("result.txt")] == ["all of it"]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_on_the_gpu_have_the_values_of_the_dataset(launch, workers: int) -> None:
     """Pinned memory, and the ring of the workers, are used again while earlier copies may be under way."""
