@@ -1,12 +1,14 @@
 """Shuffled batches from an HDF5 file, compared with a bare gather from a memory map of the rows and with hand-written code.
 
-    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over] [--gzip]
+    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over] [--gzip] [--open]
 
 A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
 padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. Every
 way runs once per round. The numbers are CPU seconds per batch of this process and its workers, so that other programs on the
 machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which excludes the start of the
 workers. With --gzip: 16,384 rows of 4 kB in gzip chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks.
+With --open: a file of RETURNN's with a million sequences and tags, opened to the first shuffled batch, compared with its
+lengths read in one slice.
 RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 """
 
@@ -289,18 +291,51 @@ def gzip(folder: Path, turns: int) -> None:
         print(f"| {name} | {median(seconds) * 1e6:.0f} | {spread(ratios(found['zlib on whole chunks'], seconds))} |")
 
 
+def opening(folder: Path, turns: int) -> None:
+    path, samples = folder / "open.h5", 1_000_000
+    if not path.exists():
+        chance = np.random.default_rng(0)
+        lengths = chance.integers(1, 4, (samples, 1), "int32")
+        with h5py.File(path, "w") as file:
+            file.attrs.update(inputPattSize=4, numSeqs=samples, numTimesteps=int(lengths.sum()), numLabels=0)
+            file["inputs"] = chance.random((int(lengths.sum()), 4), "float32")
+            file["seqLengths"] = lengths
+            file["seqTags"] = np.array([b"seq-%07d" % number for number in range(samples)])
+
+    def lengths_alone() -> None:
+        with h5py.File(path) as file:
+            file["seqLengths"][...]
+
+    def first_batch(fields: list[str] | None) -> None:
+        next(iter(rankwise.Loader(rankwise.HDF5Dataset(path, fields), batch_size=32)))
+
+    ways = {
+        "the lengths in one slice": lambda _: timed(lengths_alone, 1, first=False),
+        "first batch, without tags (goal 6)": lambda _: timed(lambda: first_batch(["data"]), 1, first=False),
+        "first batch": lambda _: timed(lambda: first_batch(None), 1, first=False),
+    }
+    found = rounds(ways, turns, warm=1, rotate=True)
+    print("| way | CPU ms | / the lengths |\n|---|---|---|")
+    for name, seconds in found.items():
+        print(f"| {name} | {median(seconds) * 1e3:.1f} | {spread(ratios(seconds, found['the lengths in one slice']))} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/hdf5_bench"))
     parser.add_argument("--hand-over", action="store_true")
     parser.add_argument("--gzip", action="store_true")
+    parser.add_argument("--open", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     write(args.folder)
     if args.gzip:
         gzip(args.folder, args.rounds)
+        return
+    if args.open:
+        opening(args.folder, args.rounds)
         return
     if args.hand_over:
         hand_over(args.folder, args.rounds)

@@ -325,6 +325,24 @@ def test_strings_are_lists(tmp_path: Path) -> None:
     assert HDF5Dataset(path, fields="free")[1] == ""
 
 
+@pytest.mark.parametrize("dtype", ["S9", "S300", "object"])
+def test_a_string_is_decoded_when_it_is_asked_for(tmp_path: Path, dtype: str) -> None:
+    texts = [b"a", "zw\u00f6lf".encode(), b"\xff\xfe", b"", b"b\0c", b"d"]
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        kind = h5py.string_dtype() if dtype == "object" else dtype
+        file.create_dataset(
+            "pair",
+            data=np.array(texts[:4] if dtype == "object" else [*texts[:4], texts[4], b"d"], dtype).reshape(-1, 2),
+            dtype=kind,
+        )
+    dataset = HDF5Dataset(tmp_path / "x.h5", fields="pair")
+    assert dataset[0] == ["a", "zw\u00f6lf"]
+    if dtype != "object":
+        assert dataset[[2, 0]] == [["b", "d"], ["a", "zw\u00f6lf"]]
+    with pytest.raises(DataError, match=r"x\.h5: value 2 of pair is not UTF-8: b'\\xff\\xfe'$"):
+        dataset[[0, 1]]
+
+
 # --- indices
 
 

@@ -199,16 +199,17 @@ class UnevenColumn:
         self._rows = open_rows([field.stored for field in fields])
         self.lengths = _joined([field.lengths for field in fields])
         self._ends = _joined([field.ends for field in fields])  # each counts in its own file
+        self._mean_length = sum(field.total for field in fields) / max(len(self.lengths), 1)
         self._buffers = Buffers()
 
     @property
     def blocks(self) -> tuple[int, int] | None:
         found = self._rows[0].blocks
-        return (max(round(found[0] / max(float(self.lengths.mean()), 1.0)), 1), found[1]) if found is not None else None
+        return (max(round(found[0] / max(self._mean_length, 1.0)), 1), found[1]) if found is not None else None
 
     @property
     def sample_bytes(self) -> float:
-        return self._row_bytes * float(self.lengths.mean())
+        return self._row_bytes * self._mean_length
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]), device="cpu")

@@ -11,6 +11,7 @@ an open file is never pickled.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import zlib
@@ -34,6 +35,7 @@ Array = npt.NDArray[Any]
 
 _BLOCK_BYTES = 1 << 20  # bytes to read at once if a dataset is neither mapped nor in chunks
 _GZIP = 1  # the number of the filter in HDF5
+_WIDE = 64  # bytes of a string of fixed size: from here on, unused bytes are not kept
 _LARGE_BYTES = 1024  # of a row of a block: from this size on, one copy per row is faster than a gather per block
 _KEPT_BYTES = 64 << 20  # bytes of blocks to keep, for each dataset and process
 
@@ -323,31 +325,40 @@ def _fastest_zlib() -> Any:
 
 
 class TextRows(_Lazy):
-    """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, and cut at the first NUL."""
+    """Strings. All are read at the first use, because one by one they would take 30 us each, and each is decoded when it is
+    asked for: as UTF-8, cut at the first NUL."""
 
     blocks: tuple[int, int] | None = None
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
-        out[...] = self._now()[indices]
+        out[...] = self._decoded(indices)
         return out
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
-        values = self._now()
         for start, length, to in zip(starts, lengths, out, strict=True):
-            to[:length] = values[start : start + length]
+            to[:length] = self._decoded(np.arange(start, start + length))
 
     def _open(self) -> Array:
         where = self._stored
         _check_same(where)
         with opened(where.file) as file:
-            values = file[where.name][...].reshape(-1).tolist()
-        found = np.empty(len(values), object)
-        for at, value in enumerate(values):
-            found[at] = self._text(at, value)
-        return found.reshape(where.shape)
+            values: Array = file[where.name][...]
+        if values.dtype.kind == "S" and values.dtype.itemsize > _WIDE:
+            longest = int(np.char.str_len(values).max(initial=1))
+            values = values.astype(f"S{max(longest, 1)}")
+        return values.reshape(where.shape)
 
-    def _text(self, at: int, value: str | bytes) -> str:
+    def _decoded(self, rows: npt.NDArray[np.int64]) -> Array:
+        values = self._now()[rows]
+        found = np.empty(values.size, object)
+        for at, value in enumerate(values.reshape(-1).tolist()):
+            found[at] = self._text(rows, at, value)
+        return found.reshape(values.shape)
+
+    def _text(self, rows: npt.NDArray[np.int64], at: int, value: str | bytes) -> str:
         try:
             return (value.decode() if isinstance(value, bytes) else value).split("\0")[0]
         except UnicodeDecodeError:
-            raise DataError(f"{self._stored.file}: value {at} of {self._stored.name} is not UTF-8: {value!r}") from None
+            of_row = math.prod(self._stored.shape[1:])
+            number = int(rows[at // of_row]) * of_row + at % of_row
+            raise DataError(f"{self._stored.file}: value {number} of {self._stored.name} is not UTF-8: {value!r}") from None
