@@ -106,6 +106,26 @@ def test_a_loop_that_leaves_gradients_alone_hears_nothing(way: str) -> None:
         assert not any("gradients were" in told for told in on_ranks(ranks, steps, way, "nothing", 2))
 
 
+def with_ignored_labels(way: str) -> str:
+    """What steps print in which the second micro-batch counts nothing: all its labels are ignored."""
+    model = nn.Linear(3, 2)
+    sync = WAYS[way]().attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for _ in range(2):
+            for labels in (torch.ones(4).long(), torch.full((4,), -100), torch.ones(4).long()):
+                loss = nn.functional.cross_entropy(model(torch.ones(4, 3)), labels, reduction="sum")
+                sync.backward(loss, (labels != -100).sum())
+            sync.step()
+        sync.finish()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(2)
+def test_a_micro_batch_that_counts_nothing_is_no_change_by_the_script(way: str) -> None:
+    assert not any("gradients were" in told for told in on_ranks(2, with_ignored_labels, way))
+
+
 def test_only_the_first_steps_are_watched() -> None:
     assert on_ranks(1, steps, "one buffer", "clip", 1, 15, 17)[0].count(CHANGED) == 1
     assert CHANGED not in on_ranks(1, steps, "one buffer", "clip", 1, 16, 17)[0]

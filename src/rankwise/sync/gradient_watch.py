@@ -41,9 +41,10 @@ class GradientWatch:
             )
 
     def after_pass(self, parameters: Sequence[nn.Parameter], count: Count) -> None:
-        """What a pass without samples has computed may be removed."""
-        if isinstance(count, torch.Tensor) or count != 0:
-            self._left = [(p, p.grad, self._version_of(p.grad)) for p in parameters if p.grad is not None]
+        """What a pass without samples has computed may be removed; it is added to the gradients of passes before."""
+        has_samples = isinstance(count, torch.Tensor) or count != 0
+        seen = parameters if has_samples else [p for p, _, _ in self._left]
+        self._left = [(p, p.grad, self._version_of(p.grad)) for p in seen if p.grad is not None]
 
     def before_step(self) -> None:
         """Raises StepError if the gradients were removed."""

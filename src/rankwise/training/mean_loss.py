@@ -52,7 +52,7 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
             f"micro-batch, and {first:.4g} and {second:.4g} for its halves; return the sum over the samples "
             '(reduction="sum") with that count'
         )
-    elif len(found) == 3 and comm.is_main() and len({count for _, count in found}) == 1:
+    elif len(found) == 3 and comm.is_main() and found[0][1] != 0 and len({count for _, count in found}) == 1:
         log.warn(
             f"step_fn returns the count {found[0][1]:g} for a micro-batch and for each half of it, so the losses of ranks "
             "with unequal parts do not add up to the mean; return the sum over the samples, "
