@@ -79,3 +79,9 @@ def test_a_mean_over_nothing_is_nan() -> None:
     meters = Meters("loss")
     meters.add(loss=(torch.tensor(math.nan), 1))
     assert math.isnan(meters.reduce()["loss"].mean)
+
+
+@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0), torch.ones(3)])
+def test_a_value_without_its_count_is_refused_with_what_to_write(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^meters\.add\(loss=\.\.\.\) got {type(value).__name__}, which is not a pair; "):
+        Meters("loss").add(loss=value)

@@ -44,11 +44,18 @@ class Meters:
 
     def add(self, **pairs: tuple[Number, Number]) -> None:
         """Store a (sum, count) for each name: numbers, or tensors without a graph. Computes nothing and does not wait for a
-        device. Raises ConfigError for a name that was not given to Meters."""
-        for name, (total, count) in pairs.items():
+        device. Raises ConfigError for a name that was not given to Meters, and for a value without its count."""
+        for name, pair in pairs.items():
             if name not in self._sums:
                 names = listed(self._sums, last=" and ") or "no name"
                 raise ConfigError(f"meters.add({name}=...): Meters was created with {names}; give {name!r} there too")
+            try:
+                total, count = pair
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"meters.add({name}=...) got {type(pair).__name__}, which is not a pair; give the sum and its count: "
+                    f"meters.add({name}=(total, count))"
+                ) from None
             self._sums[name].append(total)
             self._counts[name].append(count)
 
