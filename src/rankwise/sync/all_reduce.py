@@ -290,8 +290,9 @@ class AllReduce(NeedsAttach):
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
         if self._replaced:
             raise StepError(
-                "another strategy was attached to this model or optimizer later; use that one. For two optimizers, attach a "
-                "strategy to each part of the model with the optimizer of this part, or make one object of both"
+                "another strategy was attached to this model or optimizer later; use that one. For two optimizers, make one "
+                "optimizer of both, or, if each part of the model has a loss of its own, attach a strategy to each part, with "
+                "its optimizer"
             )
         if loss_sum.dim() != 0:
             self._check_loss(loss_sum)
