@@ -628,6 +628,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"lr_scale": "cubic"}, r"scale_lr\(rule='cubic'\): give one of 'linear', 'sqrt'"),
         ({"lr_scale": "linear"}, r"scale_lr\(optimizer, 'linear'\) is for batch_size"),
         ({"model": nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))}, "SyncBatchNorm, which works only on GPUs"),
+        ({"model": nn.Sequential(nn.Linear(6, 3), nn.LazyLinear(3))}, r"1.weight has no shape yet \(a lazy module\)"),
         ({"seed": -1}, "seed=-1"),
     ],
 )

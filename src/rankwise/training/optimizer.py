@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -115,10 +116,15 @@ def fuse(optimizer: Optimizer) -> None:
             )
         nobody_chose = group["fused"] is None and group["foreach"] is None
         plain = not group.get("differentiable") and not group.get("capturable")
-        usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and is_dense(p) for p in group["params"])
-        usual = usual and not _is_broken(optimizer, group)
+        usual = all(map(_is_usual, group["params"])) and not _is_broken(optimizer, group)
         if nobody_chose and plain and usual and (not isinstance(optimizer, SGD) or _give_momentum(optimizer, group)):
             group["fused"] = True
+
+
+def _is_usual(parameter: nn.Parameter) -> bool:
+    """Whether the fused kernels take it. A lazy one has no shape to ask for; `attach` refuses it."""
+    on_device = parameter.device.type in ("cpu", "cuda")
+    return not is_lazy(parameter) and parameter.is_floating_point() and on_device and is_dense(parameter)
 
 
 def _is_broken(optimizer: Optimizer, group: dict[str, Any]) -> bool:

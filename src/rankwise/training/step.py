@@ -5,6 +5,7 @@ loss_sum, count = loss_and_count(step_fn(model, batch))
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def loss_and_count(result: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _described(result: Any) -> str:
