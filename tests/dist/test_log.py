@@ -19,6 +19,9 @@ def said() -> list[str]:
     for words in (
         lambda: log.say("a\nb"),
         lambda: log.say("a\nb", force=True),
+        lambda: log.say("a", 1, None),
+        lambda: log.say(),
+        lambda: log.say("a", 1, force=True),
         lambda: log.warn("c"),
         lambda: log.warn("d", True),
     ):
@@ -30,12 +33,20 @@ def said() -> list[str]:
 
 def test_the_main_rank_speaks_and_a_forced_line_names_its_rank() -> None:
     main, other = on_ranks(2, said)
-    assert main == ["a\nb\n", "[rank 0] a\n[rank 0] b\n", "warning: c\n", "[rank 0] warning: d\n"]
-    assert other == ["", "[rank 1] a\n[rank 1] b\n", "", "[rank 1] warning: d\n"]
+    assert main == [
+        "a\nb\n",
+        "[rank 0] a\n[rank 0] b\n",
+        "a 1 None\n",
+        "\n",
+        "[rank 0] a 1\n",
+        "warning: c\n",
+        "[rank 0] warning: d\n",
+    ]
+    assert other == ["", "[rank 1] a\n[rank 1] b\n", "", "", "[rank 1] a 1\n", "", "[rank 1] warning: d\n"]
 
 
 def test_a_single_rank_has_no_prefix() -> None:
-    assert said() == ["a\nb\n", "a\nb\n", "warning: c\n", "warning: d\n"]
+    assert said() == ["a\nb\n", "a\nb\n", "a 1 None\n", "\n", "a 1\n", "warning: c\n", "warning: d\n"]
 
 
 def warned() -> str:

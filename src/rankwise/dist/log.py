@@ -19,10 +19,11 @@ from rankwise.host.disk import NO_SPACE
 _warned: set[str] = set()
 
 
-@takes(text=ANYTHING, force=FLAG)
-def say(text: object, force: bool = False) -> None:
-    """Print on the main rank; with `force` on every rank that calls this, with the prefix `[rank k]` on each line. A line for
-    which the disk has no space is lost."""
+@takes(values=ANYTHING, force=FLAG)
+def say(*values: object, force: bool = False) -> None:
+    """Print on the main rank, like `print(*values)`; with `force` on every rank that calls this, with the prefix `[rank k]` on
+    each line. A line for which the disk has no space is lost."""
+    text = " ".join(map(str, values))
     rank, several = _here()
     try:
         if force and several:
@@ -36,7 +37,7 @@ def say(text: object, force: bool = False) -> None:
 
 def warn(text: str, force: bool = False) -> None:
     """As `say`, marked as a warning."""
-    say(f"warning: {text}", force)
+    say(f"warning: {text}", force=force)
 
 
 def say_per_node(text: object) -> None:
