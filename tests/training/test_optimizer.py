@@ -111,6 +111,29 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         optimizers.check(model, mine, StepLR(other, 1))
 
 
+class OfEpochs:
+    """A scheduler like those of timm."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise NotImplementedError
+
+
+class OfSteps:
+    def step(self, epoch: int | None = None, *others: Any, **more: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_scheduler_whose_step_requires_arguments_is_refused_before_the_first_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError, match=r"of OfEpochs requires epoch; .*: actions=\[lambda state: scheduler.step\(epoch=...\)\]"
+    ):
+        optimizers.check(model, optimizer, OfEpochs())
+    for scheduler in (OfSteps(), ReduceLROnPlateau(optimizer), None):
+        optimizers.check(model, optimizer, scheduler)
+
+
 def test_a_scaled_rate_has_the_same_schedule_times_the_factor(four_ranks: None) -> None:
     """Whatever the scheduler keeps of the rates: the largest, the smallest, of each group."""
     kinds: list[Callable[[Optimizer], Any]] = [

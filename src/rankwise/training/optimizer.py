@@ -5,6 +5,7 @@ scale_lr(optimizer, "linear");  check(model, optimizer);  fuse(optimizer)
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,8 @@ RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_
 
 
 def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
-    """Raises ConfigError for an optimizer without a parameter of this model, and for a scheduler of another optimizer."""
+    """Raises ConfigError for an optimizer without a parameter of this model, and for a scheduler of another optimizer or one
+    whose step requires arguments (those of timm)."""
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("the optimizer has no parameter of the model; create it from model.parameters(), after the model")
@@ -38,6 +40,23 @@ def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None
         raise ConfigError(
             f"the scheduler {type(scheduler).__name__} does not belong to the Trainer's optimizer; create it with the same one"
         )
+    needed = [] if scheduler is None or isinstance(scheduler, LRScheduler) else _arguments_of(scheduler.step)
+    if needed:
+        raise ConfigError(
+            f"the Trainer calls scheduler.step() without arguments, and that of {type(scheduler).__name__} requires "
+            f"{' and '.join(needed)}; remove scheduler=..., and call it in an action: "
+            f"actions=[lambda state: scheduler.step({', '.join(f'{name}=...' for name in needed)})]"
+        )
+
+
+def _arguments_of(function: Any) -> list[str]:
+    """The names of the arguments that it requires."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return []
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in plain and p.default is p.empty]
 
 
 @dataclass(frozen=True)
