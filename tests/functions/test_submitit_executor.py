@@ -12,6 +12,7 @@ import pytest
 from launched import wait_for
 
 import rankwise
+from rankwise import errors
 from rankwise.errors import ConfigError
 from rankwise.functions import on_submitit, submitit_executor
 from rankwise.host import processes
@@ -117,3 +118,11 @@ def test_without_submitit_it_is_said_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(submitit_executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rankwise\[submitit\]'"):
         on_submitit(os.getcwd)
+
+
+def test_an_error_of_on_submitit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr(errors, "without_traceback", lambda: shown.append(True))
+    with pytest.raises(ConfigError, match=r"^on_submitit\(fn='train'\): give a function$"):
+        on_submitit("train")  # type: ignore[arg-type]
+    assert shown

@@ -18,8 +18,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from rankwise.errors import ConfigError, FunctionError, Stopped
+from rankwise.host.arguments import FUNCTION, takes
 
 
+@takes(fn=FUNCTION)
 def on_submitit(fn: Callable[..., Any]) -> Submission:
     """Wrap `fn` for a task of Submitit: `rankwise.init()` and the Trainer in it connect to the other tasks, with any executor.
 
