@@ -207,12 +207,21 @@ def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
         ({"argv": ("x",)}, "argv=('x',): not a setting of a run"),
         ({"on": "nowhere"}, "there is no scheduler nowhere; choose local"),
         ({"partition": "gpu"}, "has no option --partition"),
+        ({"run_dir": 5}, "run_dir=5: give a path"),
     ],
 )
 def test_a_setting_that_cannot_work_is_an_exception_with_what_to_type(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rankwise.run_function(scaled_rank, (1,), **settings)
     assert said in str(caught.value)
+
+
+def test_false_is_a_setting_that_a_site_file_does_not_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rankwise.toml").write_text("check-collectives = true\ntee = 'all'\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert rankwise.run_function(times_rank, (1,), nproc=1, check_collectives=False, dry_run=False, tee=None) == [0]
+    config = json.loads(RunDir(Path("runs/times_rank")).config.read_text())
+    assert (config["check_collectives"], config["tee"]) == (False, "all")
 
 
 def test_an_argument_that_cannot_be_sent_is_named() -> None:

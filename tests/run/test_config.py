@@ -99,6 +99,24 @@ def test_a_site_file_holds_defaults_that_the_users_own_and_then_a_run_override(t
     assert (config.nproc, config.grace_s, config.tee) == ("3", 10.0, "all")
 
 
+def test_a_run_turns_off_what_a_site_file_turns_on(tmp_path: Path) -> None:
+    system = site(tmp_path / "etc", "requeue = true\nsetup = ['module load a']\npartition = 'gpu'\ncheck-collectives = true\n")
+    Path("run.toml").write_text("requeue = false\nsetup = []\ncheck-collectives = false\n")
+    layers = [*site_settings({}, OPTIONS, system), read_file("run.toml", OPTIONS), {"argv": ("train.py",)}]
+    config = RunConfig.of(OPTIONS, *layers)
+    assert (config.site, config.job, config.check_collectives) == ({"partition": "gpu"}, {}, False)
+
+
+def test_a_dry_run_is_possible_where_a_site_file_says_wait(tmp_path: Path) -> None:
+    layers = site_settings({}, OPTIONS, site(tmp_path / "etc", "wait = true\n"))
+    assert not RunConfig.of(OPTIONS, *layers, {"argv": ("train.py",), "dry_run": True}).wait
+
+
+def test_a_settings_file_may_begin_with_the_mark_of_an_editor() -> None:
+    Path("run.toml").write_bytes(b"\xef\xbb\xbfnproc = 2\n")
+    assert read_file("run.toml", OPTIONS) == {"nproc": "2"}
+
+
 def test_a_home_that_cannot_even_be_looked_into_has_no_site_file(tmp_path: Path) -> None:
     """As with `sudo -E -u user`, which keeps HOME=/root. Root may enter every folder, so here it is a name that is too long."""
     layers = site_settings({"HOME": f"/{'x' * 300}"}, OPTIONS, tmp_path)
@@ -135,6 +153,7 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
         ("nproc = 2\ntee = x", ":2:7: not valid TOML: Invalid value"),
         ("wait = true\ndry-run = true", ": --wait and --dry-run: "),
         ('"max\\u002drestarts" = "x"', ": --max-restarts 'x': "),
+        ("nproc = 2\nnproc_per_node = 3", ":2: nproc and nproc_per_node are the same setting; give one of the two"),
     ],
 )
 def test_an_error_of_a_settings_file_names_its_line(text: str, message: str) -> None:

@@ -28,7 +28,7 @@ from rankwise import errors, schedulers
 from rankwise.dist import private_names
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
-from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, SECONDS, SEQUENCE, TEXT, Argument, takes
+from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, PATH, SECONDS, SEQUENCE, TEXT, Argument, takes
 from rankwise.launch import status
 from rankwise.launch.follow import JobEnd
 from rankwise.run.config import WORKER, RunConfig, site_settings
@@ -102,15 +102,19 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
     known = [
         key for key in (*(field.name for field in fields(RunConfig)), *options) if key not in (*_OF_SCRIPTS, *_OF_NO_FUNCTION)
     ]
-    found = {key: value for key, value in given.items() if is_given(value)}
-    for key in found:
-        if key in _OF_NO_FUNCTION:
+    found = {key: value for key, value in given.items() if value is not None}  # False too: the site file may say True
+    for key in [*found]:
+        if key in _OF_NO_FUNCTION and not is_given(found[key]):
+            del found[key]
+        elif key in _OF_NO_FUNCTION:
             raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
-        if key not in known:
+        elif key not in known:
             raise ConfigError(f"{key}={found[key]!r}: not a setting of a run; the settings are: {', '.join(known)}")
     if type(found.get("nproc")) is int:  # a number is accepted, as well as its text
         found["nproc"] = str(found["nproc"])
     if "run_dir" in found:
+        if not PATH.accepts(found["run_dir"]):
+            raise ConfigError(f"run_dir={found['run_dir']!r}: give {PATH.words}")
         found["run_dir"] = os.fspath(found["run_dir"])
     own = {
         "argv": (WORKER, name),

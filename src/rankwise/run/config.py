@@ -157,6 +157,10 @@ class RunConfig:
         value."""
         given = {name: value for layer in layers for name, value in layer.items()}
         job = options.checked({name: value for name, value in given.items() if name in options})
+        if "site" in given:  # `false` or an empty list of a later layer replaces a default, and is not in `job`
+            given["site"] = {name: value for name, value in given["site"].items() if name not in job}
+        if given.get("dry_run") and not any(layer.get("dry_run") and layer.get("wait") for layer in layers):
+            given.pop("wait", None)  # a default of a file, for runs that start something
         return cls(**{name: value for name, value in given.items() if name not in options}, job=_given(job))
 
     def record(self, options: Options) -> dict[str, Any]:
@@ -256,7 +260,7 @@ def read_file(path: str, options: Options) -> dict[str, Any]:
 
 def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         found = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{called}: cannot be read: {error.strerror}") from None
@@ -269,6 +273,9 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
         name, at = _setting(word, options), f"{called}{_line_of(word, text)}"
         if name not in _OWN and name not in options:
             raise ConfigError(f"{at}: {word} is not a setting of a run; {_instead(word, value, options)}")
+        if name in settings:
+            other = next(each for each in found if _setting(each, options) == name)
+            raise ConfigError(f"{at}: {other} and {word} are the same setting; give one of the two")
         settings[name] = str(value) if name == "nproc" and type(value) is int else value  # a number is accepted, and its text
         _checked({name: settings[name]}, at, options)
     config = _checked(settings, called, options)
