@@ -36,7 +36,7 @@ def test_what_is_not_set_is_taken_for_one_node_and_that_is_said() -> None:
     ranks = torchrun.ranks(QUAD)
     assert (ranks.local_rank, ranks.local_world_size, ranks.node_rank) == (1, 2, 0)
     assert ranks.origin["local_rank"] == "RANK, as LOCAL_RANK is not set"
-    assert ranks.origin["local_world_size"].startswith("WORLD_SIZE, as ")
+    assert ranks.origin["local_world_size"] == "WORLD_SIZE, as LOCAL_WORLD_SIZE is not set"
     assert ranks.origin["node_rank"] == "0, as GROUP_RANK is not set"
 
 
@@ -79,6 +79,25 @@ def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both(change: d
         torchrun.ranks({**QUAD, **change})
     assert str(caught.value).startswith(found)
     assert "rankwise run script.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 and WORLD_SIZE=2: a node cannot have more ranks than there are; "),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR= is empty: set it to the host of rank 0"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: a port is a number from 1 to 65535; set one that is free on rank 0's host"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: a port is a number from 1 to 65535; "),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_an_error_that_shows_it(change: dict[str, str], message: str) -> None:
+    with pytest.raises(WorldError) as caught:
+        torchrun.ranks({**QUAD, **change})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_single_process_needs_no_address() -> None:
+    assert torchrun.ranks({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}).world_size == 1
 
 
 def test_a_rank_finds_the_whole_of_torchruns_list() -> None:

@@ -32,11 +32,25 @@ class Ranks:
         for name, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
             value, bound = getattr(self, name), getattr(self, size)
             if not 0 <= value < bound:
-                found = f"{self.origin.get(name, name)}={value} and {self.origin.get(size, size)}={bound}"
+                found = f"{self._set(name)} and {self._set(size)}"
                 raise WorldError(
                     f"{found}: a {name.replace('_', ' ')} must be between 0 and {size} - 1; start the script with one "
                     "launcher only, for example: rankwise run script.py"
                 )
+        if self.local_world_size > self.world_size:
+            raise WorldError(
+                f"{self._set('local_world_size')} and {self._set('world_size')}: a node cannot have more ranks than there are; "
+                "start the script with one launcher only, for example: rankwise run script.py"
+            )
+        if self.world_size > 1 and self.master_addr == "":
+            raise WorldError(f"{self._set('master_addr')} is empty: set it to the host of rank 0")
+        if self.world_size > 1 and self.master_port is not None and not 0 < self.master_port < 65536:
+            found = self._set("master_port")
+            raise WorldError(f"{found}: a port is a number from 1 to 65535; set one that is free on rank 0's host")
+
+    def _set(self, name: str) -> str:
+        """The number, with the variable that it came from."""
+        return f"{self.origin.get(name, name)}={getattr(self, name)}"
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,16 @@ class Torchrun(Launcher):
         rank = whole_number(env, "RANK")
         origin = {"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 
-        def optional(field: str, name: str, default: int, how: str) -> int:
-            origin[field] = name if name in env else how
+        def optional(field: str, name: str, default: int, instead: str) -> int:
+            origin[field] = name if name in env else f"{instead}, as {name} is not set"
             return whole_number(env, name) if name in env else default
 
         claimed = Ranks(
             rank=rank,
             world_size=world_size,
-            local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK, as LOCAL_RANK is not set"),
-            local_world_size=optional("local_world_size", "LOCAL_WORLD_SIZE", world_size, "WORLD_SIZE, as LOCAL_ is not set"),
-            node_rank=optional("node_rank", "GROUP_RANK", 0, "0, as GROUP_RANK is not set"),
+            local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK"),
+            local_world_size=optional("local_world_size", "LOCAL_WORLD_SIZE", world_size, "WORLD_SIZE"),
+            node_rank=optional("node_rank", "GROUP_RANK", 0, "0"),
             master_addr=env["MASTER_ADDR"],
             master_port=whole_number(env, "MASTER_PORT"),
             origin=origin,
