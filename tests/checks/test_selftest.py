@@ -480,8 +480,12 @@ def test_a_script_that_fails_is_told_with_its_traceback(rankwise: Callable[..., 
 
 
 def test_a_script_that_trains_nothing_is_refused(rankwise: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('done')\n")
-    done = rankwise("selftest", "--ranks", "1", "train.py")
+    """The current folder has a file that is named like a module of Python: our own module must not import it."""
+    (tmp_path / "platform.py").write_text("raise ImportError('imported')\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "beside.py").touch()
+    (tmp_path / "own" / "train.py").write_text("import beside\nprint('done')\n")
+    done = rankwise("selftest", "--ranks", "1", "own/train.py")
     assert done.returncode == 2
     assert "took no step of a torch optimizer (" in done.stderr
 

@@ -67,7 +67,8 @@ def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
 
 def _run_script(argv: list[str]) -> None:
     sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+    if not os.environ.get("PYTHONSAFEPATH"):  # this process was started with -P, and so has no folder of its own there
+        sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
     main_script.run(argv[0])
 
 

@@ -96,9 +96,9 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
         stale.unlink()
     shutil.rmtree(folder / "saved", ignore_errors=True)  # no start must resume from another
     words = ["--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}"), "--grace", str(_GRACE_S)]
-    in_time = _run(
-        [*words, "-m", "rankwise.checks.rank_process", str(path), *argv], folder / f"out-{ranks}.txt", timeout_s, env
-    )
+    # -P: the current folder may contain a secrets.py or platform.py, which our own module must not import.
+    words += ["--", sys.executable, "-P", "-m", "rankwise.checks.rank_process", str(path)]
+    in_time = _run([*words, *argv], folder / f"out-{ranks}.txt", timeout_s, env)
     late = "" if in_time else f" within {timeout_s:g} s"
     records = [_record(folder / f"ranks-{ranks}-rank-{rank}.json") for rank in range(ranks)]
     missing = [rank for rank, record in enumerate(records) if record is None]
@@ -116,7 +116,7 @@ def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, st
     """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. Leaves no process
     running."""
     with open(out, "w") as file:
-        command = [sys.executable, "-m", "rankwise", "run", *words]
+        command = [sys.executable, "-P", "-m", "rankwise", "run", *words]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         try:
             process.wait(timeout_s)

@@ -18,7 +18,7 @@ from pathlib import Path
 from rankwise.dist import private_names
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
-from rankwise.launch.caller import Caller, caller_of
+from rankwise.launch.caller import CODE, Caller, caller_of
 from rankwise.launch.script_lint import ScriptFacts, examine
 from rankwise.run.config import RunConfig
 
@@ -61,6 +61,8 @@ class Program:
 def find(config: RunConfig) -> Program:
     """Raises ConfigError, in one line, for a program that cannot run at all."""
     ours = (sys.executable, *_interpreter_flags())
+    if caller_of(config.words) is CODE:
+        ours += ("-P",)  # the module is ours: it must not import a secrets.py or platform.py of the current folder
     if config.command:
         program = _python_command(config.argv) or Program((), config.argv)
         if not program.interpreter:
@@ -87,7 +89,7 @@ def _python_command(argv: tuple[str, ...]) -> Program | None:
         return None
     found = shutil.which(argv[0])
     position = 1
-    while position < len(argv) and re.fullmatch(r"-[uOBEsSvbdq]+|-[WX].+", argv[position]):
+    while position < len(argv) and re.fullmatch(r"-[uOBEsSvbdqP]+|-[WX].+", argv[position]):
         position += 1
     rest = argv[position:]
     if found is None or not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
