@@ -273,11 +273,12 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
         name, at = _setting(word, options), f"{called}{_line_of(word, text)}"
         if name not in _OWN and name not in options:
             raise ConfigError(f"{at}: {word} is not a setting of a run; {_instead(word, value, options)}")
+        value = str(value) if name == "nproc" and type(value) is int else value  # a number is accepted, and its text
+        _checked({name: value}, at, options)
         if name in settings:
             other = next(each for each in found if _setting(each, options) == name)
             raise ConfigError(f"{at}: {other} and {word} are the same setting; give one of the two")
-        settings[name] = str(value) if name == "nproc" and type(value) is int else value  # a number is accepted, and its text
-        _checked({name: settings[name]}, at, options)
+        settings[name] = value
     config = _checked(settings, called, options)
     return {name: config.job.get(name, value) for name, value in settings.items()}
 
