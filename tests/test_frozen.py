@@ -217,8 +217,10 @@ def test_the_same_command_leaves_the_same_plan_settings_and_job(name: str, tmp_p
         os.environ["XDG_CONFIG_HOME"] = str(fixtures.site_file(tmp_path / "config"))
     words = COMMANDS[name] if name != "queued" else (*COMMANDS[name][:-1], "--dry-run", COMMANDS[name][-1])
     assert typed(*words)[0] == 0
-    # Since then the agent is started with -P: it must not import a secrets.py of the folder.
-    assert run.joinpath("job.sh").read_text() == before["job.sh"].replace("-m rankwise.agent", "-P -m rankwise.agent")
+    # Since then the agent is started with -P: it must not import a secrets.py of the folder. And by bash, which keeps all
+    # variables of the environment.
+    then = before["job.sh"].replace("-m rankwise.agent", "-P -m rankwise.agent").replace("/bin/sh -c", "/bin/bash -p -c")
+    assert run.joinpath("job.sh").read_text() == then.replace('exec "$@"\' sh', 'exec "$@"\' bash')
     for file, of_each in (("plan.json", "run_id"), ("config.json", "dry_run")):
         then, now = (json.loads(text) for text in (before[file], (run / file).read_text()))
         for record in (then, now):

@@ -52,7 +52,7 @@ _SLURM = {
     "scancel": "true",
     "scontrol": 'echo "JobId=12 JobState=PENDING Reason=Resources Dependency=(null) ExitCode=0:0"',
     "srun": """
-while [ "$1" != /bin/sh ]; do shift; done
+while [ "$1" != "${1#--}" ]; do shift; done
 export SLURM_JOB_ID=12 SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=2 SLURM_LOCALID=0
 for task in 0 1; do SLURM_PROCID=$task SLURM_NODEID=$task "$@" & done
 wait %1 && wait %2

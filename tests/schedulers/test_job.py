@@ -52,6 +52,19 @@ def test_a_scheduler_whose_command_is_not_there_says_what_to_type(monkeypatch: p
         job.call([str(tmp_path / "slow")], "type this")
 
 
+def test_an_agent_that_a_job_starts_has_all_variables_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """dash drops those whose names are not identifiers. BASH_ENV is read by the shell of the job, and not again."""
+    monkeypatch.setattr(job, "AGENT", (sys.executable, "-c", "import os; print(*sorted(os.environ))"))
+    (tmp_path / "env").write_text("echo read\n")
+    env = {**dict.fromkeys(("A.B", "x-y", "BASH_FUNC_module%%"), "() { :; }"), "BASH_ENV": str(tmp_path / "env")}
+    done = subprocess.run(["bash", "-c", f"exec {job.agent()}"], env=env, capture_output=True, text=True)
+    read, *names = done.stdout.split()
+    assert {*env} <= {*names}
+    assert read not in names
+
+
 @pytest.mark.parametrize(("out", "err", "line"), [("a\n", "b\n\n", "b"), ("a\n", "", "a"), ("", "", "exit status 3")])
 def test_the_last_line_is_of_either_stream(out: str, err: str, line: str) -> None:
     assert job.last_line(subprocess.CompletedProcess([], 3, out, err)) == line

@@ -113,7 +113,7 @@ def test_the_text_that_starts_an_agent_on_each_node_is_the_golden_one() -> None:
 def test_mpirun_is_told_the_names_that_are_set_and_no_others(mpirun: Callable[..., list[str]]) -> None:
     words = mpirun(scheduler.render(plan("/", "run")), PYTHONPATH="/a b", LD_LIBRARY_PATH="")
     assert words[: words.index("-x") + 3] == [
-        "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "PYTHONPATH", "/bin/sh",
+        "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "PYTHONPATH", "/bin/bash",
     ]  # fmt: skip
     assert words[-3:] == ["-m", "rankwise.agent", "//run"]
 

@@ -45,6 +45,10 @@ def one_line(text: str, what: str) -> str:
     return text
 
 
+SHELL = ("/bin/bash", "-p")
+"""The shell before an agent. dash, the /bin/sh of Debian, drops the variables whose names are not identifiers, for example the
+functions that bash exports (`module`). -p: it reads no BASH_ENV."""
+
 _CHECK = (
     '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; '
     'exec "$@"'
@@ -57,7 +61,7 @@ def agent(run_dir: str = "") -> str:
     The launcher's own message may be lost: with plain srun, one in twenty never arrives. `run_dir` empty: the caller adds it.
     """
     words = [*AGENT, *([run_dir] if run_dir else [])]
-    return f"{shlex.join(['/bin/sh', '-c', _CHECK, 'sh'])} \\\n  {shlex.join(words)}"
+    return f"{shlex.join([*SHELL, '-c', _CHECK, 'bash'])} \\\n  {shlex.join(words)}"
 
 
 def enter(folder: str) -> str:

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigError
 from rankwise.run.options import Option
 from rankwise.run.plan import Plan
 from rankwise.schedulers.job import (
+    SHELL,
     State,
     batch_script,
     call,
@@ -123,7 +124,7 @@ class Lsf(Launcher, Jobs):
         return stop_before(job.get("time"), grace_s)
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        done = call(["/bin/sh", "-c", 'exec bsub < "$1"', "sh", script], _MISSING)
+        done = call([*SHELL, "-c", 'exec bsub < "$1"', "bash", script], _MISSING)  # bsub sends its environment
         if done.returncode == 0 and (match := re.search(r"^Job <(\d+)>", done.stdout, re.MULTILINE)):
             return match[1]
         raise ConfigError(f"LSF refuses the job: {last_line(done)}" + (f"; {_MISSING}" if done.returncode == 127 else ""))

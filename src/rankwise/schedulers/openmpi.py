@@ -13,7 +13,7 @@ from rankwise.run.plan import Plan
 from rankwise.schedulers.counting import Counting
 from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.host_names import NamesHosts
-from rankwise.schedulers.job import agent
+from rankwise.schedulers.job import SHELL, agent
 from rankwise.schedulers.options import NODES
 from rankwise.schedulers.protocols import FROM_USER_SIGNALS, USER_SIGNALS
 from rankwise.schedulers.ranks import Ranks, without
@@ -73,7 +73,7 @@ class OpenMpi(Counting, NamesHosts, Foreground):
         # they are set: otherwise mpirun warns.
         export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
         start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
-        return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
+        return f"#!{' '.join(SHELL)}\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         """Raises ConfigError for root: Open MPI refuses to run as root unless two variables are set."""

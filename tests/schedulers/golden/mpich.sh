@@ -1,4 +1,4 @@
-#!/bin/sh
+#!/bin/bash -p
 cd /home/me || exit 2
-exec mpirun -np 2 -ppn 1 -hosts node1,node2 /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+exec mpirun -np 2 -ppn 1 -hosts node1,node2 /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent /home/me/runs/train </dev/null

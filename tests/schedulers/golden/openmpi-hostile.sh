@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash -p
 cd '/home/a b/$(touch x);it'"'"'s "here"' || exit 2
 exec mpirun -np 2 --map-by ppr:1:node --bind-to none \
   ${PYTHONPATH:+-x PYTHONPATH} ${LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH} \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *' </dev/null

@@ -8,12 +8,12 @@
 
 exec >>'/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *'/logs/job-"$PBS_JOBID".log 2>&1
 cd '/home/a b/$(touch x);it'"'"'s "here"' || { echo "rankwise: $(uname -n) does not see the script's folder; use one on a file system that all nodes share" >&2; exit 2; }
-[ -z "$1" ] || exec /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+[ -z "$1" ] || exec /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *' --node "$1"
 node=0
 for host in $(seq 1); do
   node=$((node + 1))
   pbsdsh -n "$node" -- /bin/bash '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *'/job.sh "$node" &
 done
-exec /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+exec /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *'

@@ -26,5 +26,5 @@ cd /home/u || { echo "rankwise: $(uname -n) does not see the script's folder; us
 nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}
 nodes=$((nodes < 2 ? nodes : 2))
 exec srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --no-kill \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent /home/u/runs/train

@@ -12,5 +12,5 @@ exec >>'/home/a b/;$(touch x) %j '"'"'it\'"'"'s'"'"' "here"/runs/;$(touch x)'/lo
 export A="$(date)"; echo `hostname`
 cd '/home/a b/;$(touch x) %j '"'"'it\'"'"'s'"'"' "here"' || { echo "rankwise: $(uname -n) does not see the script's folder; use one on a file system that all nodes share" >&2; exit 2; }
 exec srun --export=ALL --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=1 \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent '/home/a b/;$(touch x) %j '"'"'it\'"'"'s'"'"' "here"/runs/;$(touch x)'
