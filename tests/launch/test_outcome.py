@@ -79,3 +79,14 @@ def test_an_error_of_rankwise_is_printed_once_and_complete(
     summary = f"rank 1 raised ConfigError: {error.splitlines()[0]}"
     failure = Failure(1, "vm", summary, 2, 2, traceback=f"error: {error}\n  at train.py:3\n", log="runs/train/logs/rank-1.log")
     assert printed(capsys, 2, summary, failure, saved=False)[1:-1] == told
+
+
+@pytest.mark.parametrize(("by", "lines"), [("the launcher of the agents (slurm)", 1), ("the agent", 0)])
+def test_a_launcher_that_is_not_installed_is_told_with_what_to_type(
+    by: str, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container within a job of Slurm has its variables, and often no srun: the shell has printed the name."""
+    assert conclude(RunDir(tmp_path / "run"), 127, 0, CONFIG, by) == 127
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all(line.startswith(f"rankwise: {by} was not found: ") and line.endswith(": --on local") for line in said)

@@ -42,6 +42,8 @@ def conclude(
         if status > 128 and not asked:
             when = "before any rank started" if attempt is None else "and did not record the outcome of the run"
             say(f"{by} exited with status {status} {when}; the reason is in the lines above")
+        elif status == 127 and attempt is None and by != "the agent":
+            say(f"{by} was not found: the line above names the command; to use this machine alone (in a container): --on local")
         return status
     if failure is not None:
         _say_failure(run, failure, config)
