@@ -93,6 +93,15 @@ def test_a_stopped_run_goes_back_into_the_queue_once_it_is_saved_and_only_then(s
     assert (done.returncode, done.stdout) == (status, "scontrol requeue 12\n" if status == 75 else "")
 
 
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [("--array=0-3", "--array"), ("-N3", "--nodes"), ("-c 8", "--cpus-per-task"), ("--output=x.log", "--run-dir")],
+)
+def test_an_option_of_sbatch_that_the_rest_of_the_script_depends_on_is_refused(argument: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--sbatch-arg '{argument}': .*; use {instead} instead$"):
+        slurm.render(plan(job={"sbatch_args": (argument,)}))
+
+
 def test_the_first_failure_ends_the_job_only_where_nothing_starts_again_and_no_node_may_be_lost() -> None:
     assert "--kill-on-bad-exit=1" in slurm.render(plan())
     for asked in (plan(max_restarts=1), plan(min_nodes=1)):

@@ -125,12 +125,24 @@ def _line(name: str, value: str) -> str:
     return f'#SBATCH --{name}="{escaped}"'
 
 
+_OF_OURS = {
+    **dict.fromkeys(("array", "a"), "--array"),
+    **dict.fromkeys(("nodes", "N"), "--nodes"),
+    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "--nproc"),
+    **dict.fromkeys(("cpus-per-task", "c"), "--cpus-per-task"),
+    **dict.fromkeys(("chdir", "D", "output", "o"), "--run-dir"),
+}
+"""Options of sbatch that the rest of the script must agree with, and the option of rankwise that changes both."""
+
+
 def _argument(text: str) -> str:
-    """The #SBATCH line of a --sbatch-arg: `--exclusive`, `--comment=a b`, `-p main`."""
+    """The #SBATCH line of a --sbatch-arg: `--exclusive`, `--comment=a b`, `-p main`. Raises ConfigError."""
     match = re.fullmatch(r"(?:--([A-Za-z][A-Za-z-]*)(?:[= ](.*))?|-([A-Za-z])(?: ?(.+))?)", text)
     if match is None:
         raise ConfigError(f"--sbatch-arg {text!r}: give one option of sbatch, such as --sbatch-arg=--exclusive")
     long, value, short, short_value = match.groups()
+    if (ours := _OF_OURS.get(long or short)) is not None:
+        raise ConfigError(f"--sbatch-arg {text!r}: the job's script depends on this option; use {ours} instead")
     if long is not None:
         return _line(long, value) if value else f"#SBATCH --{long}"
     return f"#SBATCH -{short}" + (_line("x", short_value).removeprefix("#SBATCH --x=") if short_value else "")
