@@ -100,6 +100,13 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
     assert os.access(train().job, os.X_OK)
 
 
+def test_a_job_has_the_name_of_the_run_also_if_its_folder_has_another(rankwise: Run) -> None:
+    Path("train.py").write_text(SCRIPT)
+    done = rankwise("run", "--on", "slurm", "--dry-run", "--name", "sweep", "--run-dir", "out/7", "train.py")
+    assert "#SBATCH --job-name=sweep\n" in done.stdout
+    assert Path("out/7/job.sh").read_text() == done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "where"),
     [

@@ -162,7 +162,7 @@ def _plan(
         interpreter=program.interpreter,
         environment=environment,
         cwd=os.getcwd(),
-        name=run.path.name,
+        name=config.name or run.path.name,
         on=choice.name,
         nodes=choice.nodes,
         min_nodes=choice.min_nodes,
