@@ -339,13 +339,13 @@ class Trainer:
         if fresh and self._has_begun:
             raise ConfigError(messages.used_before("fit(fresh=True) starts from scratch"))
         folder = self.checkpoints.folder
-        use_folder(folder, self.state.model, chosen=self._is_run_chosen or folder != self.run.checkpoints)
+        first = use_folder(folder, self.state.model, chosen=self._is_run_chosen or folder != self.run.checkpoints)
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status, raised = "ended by an exception", 1, True
         of_folder = None
         try:
-            of_folder = take_folder(folder, self.run)
+            of_folder = take_folder(folder, self.run, new=first and attempt.life == 1 and not (fresh or attempt.fresh))
             if fresh:
                 self.checkpoints.start_from_scratch()
             self._begin(self.state)

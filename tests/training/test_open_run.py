@@ -106,6 +106,21 @@ def test_two_runs_do_not_save_in_one_folder(run: RunDir, tmp_path: Path) -> None
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_new_run_says_that_it_resumes_from_the_checkpoints_of_another_one(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], new: bool
+) -> None:
+    (tmp_path / "saved").mkdir()
+    for checkpoint in (False, True):
+        if checkpoint:
+            (tmp_path / "saved" / "step-00000008").mkdir()
+        lease = take_folder(tmp_path / "saved", run, new=new)
+        assert lease is not None
+        lease.release()
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("is a new run, and resumes from the checkpoints of another run in " in said) == (new and checkpoint)
+
+
 def test_a_folder_for_checkpoints_that_cannot_be_made_is_an_error_at_the_start(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match=r"^cannot write .*file/saved: Not a directory; give another folder to Checkpoints"):

@@ -19,7 +19,7 @@ from rankwise.dist import log
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, RunDirError
-from rankwise.host.text import short, stamp
+from rankwise.host.text import in_lines, short, stamp
 from rankwise.run import lease as leases
 from rankwise.run.config import default_run_dir
 from rankwise.run.directory import Attempt, RunDir
@@ -62,9 +62,10 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
     return run_on_main(prepare), lease
 
 
-def take_folder(folder: Path, run: RunDir) -> Lease | None:
+def take_folder(folder: Path, run: RunDir, new: bool = False) -> Lease | None:
     """Collective. If the checkpoints are outside the run directory, where another run might write too: the main rank's lease of
-    their folder. Raises RunDirError on all ranks if another process has it, or if the folder is not writable."""
+    their folder. `new`: this run has not trained yet, so checkpoints there are of another run, which is printed. Raises
+    RunDirError on all ranks if another process has it, or if the folder is not writable."""
     if folder.is_relative_to(run.path):
         return None
     lease: Lease | None = None
@@ -76,6 +77,14 @@ def take_folder(folder: Path, run: RunDir) -> Lease | None:
         except OSError as error:
             raise RunDirError(f"cannot write {folder}: {error.strerror}; give another folder to Checkpoints") from None
         lease = leases.take(folder / ".lease", log.say, _folder_in_use)
+        if new and any(folder.glob("step-*")):
+            log.say(
+                in_lines(
+                    f"{short(run.path)} is a new run, and resumes from the checkpoints of another run in {short(folder)}; "
+                    "--name does not change the folder that a script gives to Checkpoints; to train from scratch, give another "
+                    "folder there, or use --fresh"
+                )
+            )
 
     run_on_main(take)
     return lease
@@ -92,10 +101,10 @@ _used: dict[Path, weakref.ref[nn.Module]] = {}
 """The folders of checkpoints that this process has used, and for which model."""
 
 
-def use_folder(folder: Path, model: nn.Module, chosen: bool) -> None:
-    """Record that `model` is saved in `folder`. `chosen`: the script has named it. Raises ConfigError if it has not, and has
-    trained another model there: the checkpoint of that one would be loaded into this one, instead of training it. (In a
-    notebook the user runs the cell that creates the model again, to continue.)"""
+def use_folder(folder: Path, model: nn.Module, chosen: bool) -> bool:
+    """Record that `model` is saved in `folder`; returns whether it is the first. `chosen`: the script has named it. Raises
+    ConfigError if it has not, and has trained another model there: the checkpoint of that one would be loaded into this one,
+    instead of training it. (In a notebook the user runs the cell that creates the model again, to continue.)"""
     before = _used.get(folder)
     if before is not None and before() is not model and not chosen and hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigError(
@@ -103,6 +112,7 @@ def use_folder(folder: Path, model: nn.Module, chosen: bool) -> None:
             'folder: Trainer(..., checkpoints=Checkpoints("runs/second"))'
         )
     _used[folder] = weakref.ref(model)
+    return before is None
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
