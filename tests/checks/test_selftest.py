@@ -88,6 +88,25 @@ for epoch in range(1000):
     torch.save(model.state_dict(), "model.pt")
 """
 
+PARTS = """\
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import rankwise
+
+world = rankwise.init()
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
+loader = rankwise.Loader(dataset, global_batch_size=8 if SAMPLES > 8 else 2, accumulate=2 if SAMPLES > 8 else 1, max_epochs=50)
+model = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = rankwise.AllReduce().attach(model, optimizer)
+for micro_batches in loader:
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        sync.backward(F.cross_entropy(model(x), y, reduction="sum"), len(y), last=number == len(micro_batches))
+    sync.step()
+"""
+
 Tested = Callable[..., tuple[int, dict[str, str], str]]
 
 
@@ -274,6 +293,14 @@ def test_a_loop_of_ones_own_passes(loop: str, tested: Tested) -> None:
     assert set(checks.values()) == {"ok"}
     assert {"weights at the start", "samples", "gradients", "random numbers", "steps"} <= set(checks)
     assert "not tested in your own loop: a resumed step, evaluation" in told
+
+
+@pytest.mark.parametrize("samples", ["64", "7"], ids=["micro-batches", "ranks without a sample"])
+def test_a_step_of_a_loader_is_its_micro_batches_also_where_a_rank_has_fewer(samples: str, tested: Tested) -> None:
+    status, checks, told = tested(planted(PARTS, ("SAMPLES", samples)), ranks="1,2,3" if samples == "7" else "1,2")
+    assert status == 0, told
+    assert set(checks.values()) == {"ok"}, told
+    assert "stopped early" not in told
 
 
 def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested) -> None:

@@ -31,9 +31,7 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.checks.determinism import Draws, without_dropout
 from rankwise.checks.settings import RankSettings
 from rankwise.checks.trainer import row_digests
-from rankwise.data import loader as own
-from rankwise.data.order import share
-from rankwise.data.stream import Request
+from rankwise.data import Loader
 from rankwise.dist import private_names
 from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
@@ -56,6 +54,14 @@ class _LoaderPass:
     """For each batch: the indices, or digests of its content."""
 
     trained: bool = False
+    ahead: int = 0
+    """How many of the last batches no forward pass has used: a rankwise.Loader gives all micro-batches of a step at once."""
+
+    def take(self) -> list[list[Any]]:
+        """The batch of the next forward pass; without a new one, the last again. Empty if there is none."""
+        first = len(self.samples) - max(self.ahead, 1)
+        self.ahead = max(self.ahead - 1, 0)
+        return self.samples[first : first + 1] if first >= 0 else []
 
 
 class Instrument:
@@ -99,8 +105,8 @@ class Instrument:
             self._replace(iterators, methods[0], self._iter_reset)
             self._replace(iterators, methods[1], self._iter_next_index)
         self._replace(iterators, "__next__", self._iter_next)
-        self._replace(own, "fetched", self._own_fetched)
-        self._replace(own.Loader, "__init__", self._own_init)
+        self._replace(Loader, "__init__", self._own_init)
+        self._replace(Loader, "__iter__", self._own_iter)
         self._replace(torch, "save", self._save)
         self._replace(Checkpoints, "__init__", self._checkpoints_init)
         return self
@@ -121,24 +127,36 @@ class Instrument:
     # --- forward passes and steps
 
     def _on_forward(self, module: nn.Module, inputs: Any) -> None:
-        self._forwards += 1
-        if self._forwards > 2 * self._settings.cut + 3:
-            raise Enough(0)
+        self._count()
         self._model = module
         if self._source is not None:
             self._source.trained = True
-            self._batches += self._source.samples[-1:]
+            self._batches += self._source.take()
         elif rows := _rows_of(inputs):  # no loader: the script makes its batches itself
             self._batches.append(rows)
+
+    def _count(self) -> None:
+        self._forwards += 1
+        if self._forwards > 2 * self._settings.cut + 3:
+            raise Enough(0)
+
+    def _count_missing(self, source: _LoaderPass, missing: int) -> None:
+        """Forward passes that other ranks take in this step, and this rank does not, because it has fewer micro-batches: count
+        them, so that all ranks end in the same step."""
+        if torch.is_grad_enabled() and (source.trained or self._model is None):
+            for _ in range(missing):
+                self._count()
+                self._batches.append([])
 
     def _took(self, batches: _LoaderPass) -> None:
         if torch.is_grad_enabled():
             self._source = batches
 
     def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        known = self._model.named_parameters() if self._model is not None else ()
-        names = {id(p): name.removeprefix("module.") for name, p in known}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        model = self._model if self._model is not None else _module_with(parameters)
+        known = model.named_parameters() if model is not None else ()
+        names = {id(p): name.removeprefix("module.") for name, p in known}
         return {names.get(id(p), f"parameter {number}"): p for number, p in enumerate(parameters)}
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -266,33 +284,25 @@ class Instrument:
 
         return init
 
-    def _own_fetched(self, original: Any) -> Any:
-        def fetched(requests: Iterator[Any], fetcher: Any, workers: int, **ways: Any) -> Iterator[Any]:
+    def _own_iter(self, original: Any) -> Any:
+        def iter(loader: Loader) -> Iterator[list[Any]]:
             mine = _LoaderPass(len(self._loaders))
             self._loaders.append({"asked": None, "whole": 0, "sampler": "rankwise.Loader", "shuffle": False, "spread": True,
                                   "padding": 0})  # fmt: skip
             self._passes.append(mine)
-            asked: deque[Any] = deque()
-
-            def noted() -> Iterator[Any]:
-                for request in requests:
-                    asked.append(request)
-                    yield request
-
-            for answer in original(noted(), fetcher, workers, **ways):
-                samples = self._of(asked.popleft(), answer)
-                mine.samples.append(samples)
-                self._look_into(samples, answer)
+            for micro_batches in original(loader):
+                # A position in a rank's own stream says nothing to the other ranks.
+                split = loader.is_split
+                indices: list[list[Any]] = [row_digests(batch) for batch in micro_batches] if split else loader.indices
+                for some, batch in zip(indices, micro_batches, strict=True):
+                    mine.samples.append(some)
+                    self._look_into(some, batch)
+                mine.ahead = len(micro_batches)
+                self._count_missing(mine, loader.accumulate - len(micro_batches))
                 self._took(mine)
-                yield answer
+                yield micro_batches
 
-        return fetched
-
-    def _of(self, request: Any, answer: Any) -> list[Any]:
-        if not isinstance(request, Request):
-            return list(map(int, request[1]))
-        stop = answer.stop if answer is not None else request.start
-        return list(range(*share(request.start, stop, self._rank, self._settings.ranks)))
+        return iter
 
     # --- what the script writes to disk
 
@@ -331,6 +341,13 @@ class Instrument:
             "norms": [name.removeprefix("module.") for name in norms],
             "bypassed": self._model is not None and id(self._model) in inner, "wrapped": len(wrapped),
         }  # fmt: skip
+
+
+def _module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
+    """The module that has most of these parameters: the model, on a rank that has had no sample yet."""
+    wanted = set(map(id, parameters))
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    return max(modules, key=lambda m: len(wanted & set(map(id, m.parameters()))), default=None)
 
 
 def _rows_of(inputs: Any) -> list[str]:
