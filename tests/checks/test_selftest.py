@@ -275,6 +275,30 @@ def test_batch_norm_is_a_known_difference_and_named(tested: Tested) -> None:
     assert set(checks.values()) == {"ok"}
 
 
+def test_buffers_that_forward_changes_are_a_known_difference_and_named(tested: Tested) -> None:
+    centre = """\
+class Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x):
+        y = x - self.centre
+        if self.training:
+            self.centre.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return y
+
+model = """
+    layers = "nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), Centre()"
+    status, checks, told = tested(planted(TRAINER, ("model = ", centre), ("LAYER", layers)), ranks="1")
+    assert status == 0, told
+    assert checks.pop("gradients") == "known"
+    named = "1.parametrizations.weight.0._u, 1.parametrizations.weight.0._v, 2.centre"
+    assert f"why: forward changes {named}, so" in " ".join(told.split())
+    assert set(checks.values()) == {"ok"}
+    assert "on 1 rank, on the CPU" in told
+
+
 @pytest.mark.stress
 def test_a_gpt_passes(tested: Tested) -> None:
     source = (EXAMPLES / "04_gpt.py").read_text()

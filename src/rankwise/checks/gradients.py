@@ -24,6 +24,7 @@ from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.checks.layers import Mixing, first_mixing
 from rankwise.checks.twin import Twin
 from rankwise.dist import comm, private_names
+from rankwise.host.text import listed
 from rankwise.sync import SyncStrategy
 from rankwise.training.optimizer import outside
 
@@ -67,6 +68,8 @@ class Gradients:
         self._tolerance = TOLERANCES.get(self._dtype, 1e-3)
         self._held: tuple[type[nn.Module], ...] = ()
         """Types of layers that are in evaluation mode."""
+        self._buffers: dict[str, torch.Tensor] = {}
+        """What these buffers have before each micro-batch, instead of what forward has computed."""
 
     def finding(self, layouts: Mapping[str, Sequence[Any]]) -> Finding:
         """Collective. `layouts`: by name, the micro-batches of this rank."""
@@ -87,6 +90,12 @@ class Gradients:
                 reference, apart = self._compare(layouts)
                 if self._is_small(apart.values()):
                     return replace(_known(mixing, evidence), where=figures)
+            if changing := self._changing():
+                self._held = private_names.batch_norms()
+                self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+                reference, apart = self._compare(layouts)
+                if self._is_small(apart.values()):
+                    return replace(_known_of_buffers(changing, evidence), where=figures)
             return replace(self._why(reference, evidence), where=figures)
 
     def _is_small(self, apart: Any) -> bool:
@@ -98,7 +107,7 @@ class Gradients:
     def _drawing(self) -> Finding | None:
         """Collective. A finding if random numbers make two passes differ."""
         with without_dropout(), self._exact(), Draws() as draws:
-            self._step(self._model, self._given(self._whole))
+            self._run(self._model, self._whole)
         layers = sorted({layer for passed in draws.passes for layer in passed.layers})
         if not layers:
             return None
@@ -130,7 +139,7 @@ class Gradients:
             twin.optimizer.register_step_pre_hook(lambda *_: found.append(_gradients_of(twin)))
             for _ in range(ROUNDINGS):
                 for i, batch in enumerate(batches, start=1):
-                    sync.backward(*self._step(twin.model, self._given(batch)), last=i == len(batches))
+                    sync.backward(*self._run(twin.model, batch), last=i == len(batches))
                 sync.step()
             sync.finish()
             reference = self._alone([self._whole])
@@ -151,15 +160,18 @@ class Gradients:
                 module.eval()
         return twin
 
-    def _given(self, batch: Any) -> Any:
-        return as_float64(batch) if self._dtype == "float64" else batch
+    def _run(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        for name, buffer in model.named_buffers():
+            if name in self._buffers and buffer.shape == self._buffers[name].shape:
+                buffer.data.copy_(self._buffers[name])
+        return self._step(model, as_float64(batch) if self._dtype == "float64" else batch)
 
     def _alone(self, batches: Sequence[Any]) -> Found:
         """The mean gradient on one device: the sum of all gradients, divided once by the sum of all counts."""
         count = 0.0
         with self._twin() as twin:
             for batch in batches:
-                loss_sum, n = self._step(twin.model, self._given(batch))
+                loss_sum, n = self._run(twin.model, batch)
                 loss_sum.backward()  # type: ignore[no-untyped-call]
                 count += float(n)
             return {n: self._times * g / count if count else g * math.nan for n, g in _gradients_of(twin).items()}
@@ -181,7 +193,7 @@ class Gradients:
             found: Found = {}
             twin.optimizer.register_step_pre_hook(lambda *_: found.update(_gradients_of(twin)))
             for i, batch in enumerate(batches, start=1):
-                sync.backward(*self._step(twin.model, self._given(batch)), last=i == len(batches))
+                sync.backward(*self._run(twin.model, batch), last=i == len(batches))
             sync.step()
             sync.finish()
             return found, _as_arrays(twin.named())
@@ -241,15 +253,24 @@ class Gradients:
     def _mixing(self) -> Mixing | None:
         model = self._fresh()
         with torch.no_grad():
-            return first_mixing(
-                model, lambda batch: self._step(model, self._given(batch)), self._whole, self._parts, self._tolerance
-            )
+            return first_mixing(model, lambda batch: self._run(model, batch), self._whole, self._parts, self._tolerance)
+
+    def _changing(self) -> list[str]:
+        """The buffers that a forward pass changes, except those of batch norms."""
+        model = self._fresh()
+        kinds = private_names.batch_norms()
+        norms = {name for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers(prefix=at)}
+        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name not in norms}
+        with torch.no_grad():
+            self._run(model, self._whole)
+        now = dict(model.named_buffers())
+        return [name for name, buffer in before.items() if name in now and not torch.equal(now[name], buffer)]
 
     def _why(self, reference: Found, evidence: str) -> Finding:
         """Collective, because all ranks have the same difference. Looks for the cause on one device."""
         model = self._fresh()
         with torch.no_grad():
-            sums, counts = zip(*[_numbers(self._step(model, self._given(b))) for b in [self._whole, *self._parts]], strict=True)
+            sums, counts = zip(*[_numbers(self._run(model, b)) for b in [self._whole, *self._parts]], strict=True)
         sum_adds, count_adds = _adds_up(sums), _adds_up(counts)
         if not count_adds:
             return Finding(
@@ -289,6 +310,15 @@ def _known(mixing: Mixing, evidence: str) -> Finding:
         "gradients", KNOWN, f"{evidence}; equal with {type(mixing.layer).__name__} in evaluation mode",
         f"{mixing} takes its statistics from a micro-batch, so results depend on how many there are",
         "none if this is intended; otherwise GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
+    )  # fmt: skip
+
+
+def _known_of_buffers(names: Sequence[str], evidence: str) -> Finding:
+    return Finding(
+        "gradients", KNOWN, f"{evidence}; equal if each micro-batch begins with the same buffers",
+        f"forward changes {listed(names, 3)}, so results depend on the number of micro-batches",
+        "none if this is intended (spectral norm); average a statistic of the samples over the ranks after each step: "
+        'rankwise.all_reduce(buffer, "mean")',
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
     where = "" if devices >= max(ranks) else f", on the CPU ({count(devices, 'GPU')} here)" if devices else ", on the CPU"
-    say(f"selftest of {argv[0]} on {listed(sorted(ranks), last=' and ')} ranks{where}")
+    say(f"selftest of {argv[0]} on {listed(sorted(ranks), last=' and ')} rank{'s' * (max(ranks) > 1)}{where}")
     folder = Path(tempfile.mkdtemp(prefix="rankwise-selftest-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the cleanup below
     try:
