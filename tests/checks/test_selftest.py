@@ -484,6 +484,23 @@ def test_each_strategy_is_tested_by_what_it_promises(strategy: str) -> None:
     assert on_ranks(2, _asked_on_a_rank, "", strategy) == [([], True)] * 2
 
 
+def _of_a_wide_model(sync: str) -> str:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(45, 64), torch.randint(10, (45,)))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, step, data, global_batch_size=16, max_epochs=1, sync=sync)
+    return next(finding.status for finding in findings_of(trainer) if finding.check == "gradients")
+
+
+def test_a_matrix_that_needs_more_steps_than_16_is_not_lost() -> None:
+    assert on_ranks(2, _of_a_wide_model, "all-reduce:powersgd:1") == ["ok", "ok"]
+
+
 @pytest.mark.parametrize(
     ("bug", "strategy", "check"),
     [

@@ -32,8 +32,12 @@ Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
 _ROUNDED = 1e-6  # relative, of an update: another kernel may add in another order, and rounds differently
-ROUNDINGS = 16
-"""Steps in which a strategy that rounds gradients must correct its rounding."""
+ROUNDINGS = (1, 16, 32, 64, 128, 256)
+"""Steps after which a strategy that rounds gradients is asked whether it has made up for its rounding. powersgd:1 sends a
+matrix of rank r in r steps or more."""
+
+_MADE_UP_FOR = 3  # the error over many steps must be this many times smaller
+_OF_A_SUM = 0.01  # the rounding error of a sum over ranks in 16 bits, which no later step corrects
 
 _ADDITIVE = 1e-3  # tolerance for a sum over samples, in any type
 
@@ -128,25 +132,30 @@ class Gradients:
         finally:
             torch.set_default_dtype(before)
 
-    def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
-        """Collective. For a strategy that rounds: the difference of its gradient from the exact one, in the first step and in
-        the mean over many steps at the same parameters: later steps must send what a step has lost."""
+    def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> list[tuple[int, Difference]]:
+        """Collective. For a strategy that rounds: how far its mean gradient over a number of steps at the same parameters is
+        from the exact one. (steps, difference): for the first step, then until later steps have made up for the rounding."""
         with self._exact(), self._twin() as twin:
             for group in (group for group in twin.optimizer.param_groups if "lr" in group):
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
             sync = new_sync(twin.model, twin.optimizer, clip_norm=None)
-            found: list[Found] = []
-            twin.optimizer.register_step_pre_hook(lambda *_: found.append(_gradients_of(twin)))
-            for _ in range(ROUNDINGS):
+            reference = self._alone([self._whole])
+            found: Found = {}
+            twin.optimizer.register_step_pre_hook(lambda *_: found.update(_gradients_of(twin)))
+            sums: Found = dict.fromkeys(reference, 0.0)
+            told: list[tuple[int, Difference]] = []
+            for steps in range(1, ROUNDINGS[-1] + 1):
                 for i, batch in enumerate(batches, start=1):
                     sync.backward(*self._run(twin.model, batch), last=i == len(batches))
                 sync.step()
+                sums = {name: total + found[name] for name, total in sums.items()}
+                if steps in ROUNDINGS:
+                    far = difference(reference, {name: total / steps for name, total in sums.items()})
+                    told.append((steps, max(comm.all_gather_object(far), key=lambda a: a.size)))
+                    if makes_up(told):
+                        break
             sync.finish()
-            reference = self._alone([self._whole])
-        mean = {name: sum(each[name] for each in found) / len(found) for name in reference}
-        told = [comm.all_gather_object(difference(reference, each)) for each in (found[0], mean)]
-        first, over_all = (max(each, key=lambda a: a.size) for each in told)
-        return first, over_all
+        return told
 
     # --- two ways to a gradient
 
@@ -303,6 +312,12 @@ class Gradients:
             "rank, or the strategy (sync=) does not average",
             "use the same function on every rank, and let the Trainer divide the data",
         )  # fmt: skip
+
+
+def makes_up(told: Sequence[tuple[int, Difference]]) -> bool:
+    """Whether later steps make up for what the first one has rounded: then the error over N steps is about 1/N of its error."""
+    (_, first), (steps, now) = told[0], told[-1]
+    return steps > 1 and now.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM)
 
 
 def _known(mixing: Mixing, evidence: str) -> Finding:
