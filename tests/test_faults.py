@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -17,8 +18,10 @@ import pytest
 from cluster_runs import LONG_STEPS
 from launched import DEADLINE_S, FORKED, launch, wait_for
 
+from rankwise import cli
 from rankwise.host import machine, processes
 from rankwise.launch import command_line, script_lint
+from rankwise.run.directory import RunDir
 
 __all__ = ["launch"]  # a fixture
 
@@ -549,6 +552,28 @@ def test_a_folder_that_is_removed_while_the_script_is_read_is_one_line(
     with pytest.raises(SystemExit, match="2"):
         read()
     assert capsys.readouterr().err == "rankwise: the folder that you are in was removed; change to another one\n"
+
+
+@pytest.mark.parametrize("file", ["world.json", "metrics.jsonl", "failure.json"])
+def test_a_private_file_of_another_users_run_is_one_line_and_is_not_to_be_removed(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "train")
+    run.prepare(fresh=False)
+    for name in ("world.json", "plan.json", "metrics.jsonl"):
+        (run.path / name).write_text('{"lives": []}\n')
+    read = Path.read_text
+
+    def refused(path: Path, *args: str, **more: str) -> str:  # root may read any file, so no mode refuses it
+        if path.name == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["report", str(run.path)])
+    told = f"rankwise: permission denied: {run.path / file}; ask its owner, or type this as its owner\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(rankwise, tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def _printed() -> Iterator[None]:
     except RankwiseError as error:
         click.echo(terminal.message(str(error)), err=True)
         sys.exit(error.exit_status)
+    except PermissionError as error:  # a file of another user's run, for example
+        if error.filename is None:
+            raise
+        where = os.fsdecode(error.filename)
+        click.echo(terminal.message(f"permission denied: {where}; ask its owner, or type this as its owner"), err=True)
+        sys.exit(1)
     except click.UsageError as error:
         if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
             raise

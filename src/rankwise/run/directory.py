@@ -345,6 +345,8 @@ class RunDir:
             return [Attempt.of(record) for record in json.loads(self.world.read_text())["lives"]]
         except FileNotFoundError:
             return []
+        except PermissionError:  # of another user: it is intact, and removing it would lose the record
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(
                 f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove that file to resume from "
@@ -412,6 +414,8 @@ class RunDir:
             return Job.of(json.loads(self.queued.read_text()))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except PermissionError:
+            raise
         except (OSError, ValueError, TypeError) as error:
             raise RunDirError(
                 f"{self.queued} cannot be read ({error}); if no job of this run is queued or running, remove it"
@@ -429,6 +433,8 @@ class RunDir:
             return Failure.of(json.loads(self.failure.read_text()))
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise
         except (OSError, ValueError, TypeError) as error:
             raise RunDirError(f"{self.failure} cannot be read ({error}); remove it") from None
 
