@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from rankwise import Evaluate, TrainState
 from rankwise.actions import EarlyStopping
+from rankwise.dist import log
 from rankwise.errors import ConfigError
 
 
@@ -127,3 +128,17 @@ def counted(folder: Path) -> tuple[int, dict[str, Any]]:
 
 def test_the_step_after_which_it_stops_is_evaluated_and_counted_once(tmp_path: Path) -> None:
     assert on_ranks(1, counted, tmp_path) == [(2, {"metric": "eval_loss", "best": 1.0, "worse": 1})]
+
+
+@pytest.mark.parametrize(("metric", "warns"), [("eval_loss", True), ("loss", False)])
+def test_a_metric_that_a_later_action_measures_is_never_seen_and_is_a_warning(
+    metric: str, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning_once", told.append)
+    model = nn.Linear(1, 1)
+    state, stopping = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)), EarlyStopping(metric)
+    for state.step in range(1, 4):
+        stopping(state)
+        state.measure({metric: 1.0})  # for the training loss: a save
+    assert any("put EarlyStopping after that action" in text for text in told) is warns

@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise import Evaluate, TrainState, every
 from rankwise.actions import EMA
+from rankwise.dist import log
 from rankwise.errors import ConfigError
 
 Weights = dict[str, np.ndarray[Any, Any]]
@@ -139,3 +140,23 @@ def test_a_buffer_that_the_first_pass_creates_is_in_the_average_too() -> None:
         ema(state)
     assert torch.equal(ema.model.table, model.table)  # type: ignore[arg-type]
     assert torch.equal(ema.model.norm.running_mean, model.norm.running_mean)  # type: ignore[union-attr, arg-type]
+
+
+def with_an_average_that_nothing_updates(folder: Path) -> list[str]:
+    told: list[str] = []
+    log.warning_once = told.append  # type: ignore[assignment]
+    for name in ("forgotten", "given"):
+        model = make_model()
+        ema = EMA(model)
+        evaluation = Evaluate(data(), model=ema, name=name, every_steps=1)
+        actions = [evaluation, ema] if name == "given" else [evaluation]
+        trainer(folder / name, model=model, max_epochs=None, max_steps=3, actions=actions).fit()
+    return told
+
+
+def test_an_average_that_is_evaluated_and_is_no_action_is_a_warning(tmp_path: Path) -> None:
+    [told] = on_ranks(1, with_an_average_that_nothing_updates, tmp_path)
+    assert {text for text in told if "actions" in text} == {
+        "Evaluate(name='forgotten'): its EMA has averaged no step so far, so this measures the model from the start; add it to "
+        "actions=[...]"
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,10 @@ def test_another_evaluation_may_be_due_before_the_one_that_is_followed(
 def test_another_scheduler_is_refused(state: TrainState) -> None:
     with pytest.raises(ConfigError, match=r"^Plateau\(scheduler=.*\): give torch's ReduceLROnPlateau"):
         Plateau(StepLR(state.optimizer, 1))  # type: ignore[arg-type]
+
+
+def test_a_scheduler_of_another_optimizer_is_an_error_because_it_would_change_nothing(state: TrainState) -> None:
+    other = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau does not belong to the Trainer's optimizer"):
+        Plateau(ReduceLROnPlateau(other)).attach(SimpleNamespace(state=state))
+    Plateau(ReduceLROnPlateau(state.optimizer)).attach(SimpleNamespace(state=state))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rankwise.actions.measured import newly_measured
+from rankwise.actions.measured import Measured
 from rankwise.host.arguments import FLAG, FROM_ONE, NOT_NEGATIVE, TEXT, takes
 from rankwise.training.metric import is_larger_better
 from rankwise.training.state import TrainState
@@ -33,9 +33,10 @@ class EarlyStopping:
         self._sign = -1.0 if is_larger_better(f"EarlyStopping({metric!r})", metric, larger_is_better) else 1.0
         self._best = math.inf
         self._worse = 0
+        self._measured = Measured("EarlyStopping", metric)
 
     def __call__(self, state: TrainState) -> None:
-        value = newly_measured("EarlyStopping", self.metric, state)
+        value = self._measured.newly(state)
         if value is None:
             return
         if self._sign * value < self._best - self.min_delta:

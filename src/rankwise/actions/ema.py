@@ -40,6 +40,11 @@ class EMA:
         """The averaged module: a copy of the model."""
         return self._averaged.module
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has averaged no step so far."""
+        return not int(self._averaged.n_averaged)
+
     def attach(self, trainer: Any) -> None:
         self._averaged.to(trainer.device)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rankwise.actions.measured import newly_measured
+from rankwise.actions.measured import Measured
 from rankwise.host.arguments import TEXT, instance, takes
+from rankwise.training import optimizer as optimizers
 from rankwise.training.state import TrainState
 
 
@@ -24,9 +25,14 @@ class Plateau:
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str = "eval_loss") -> None:
         self.scheduler = scheduler
         self.metric = metric
+        self._measured = Measured("Plateau", metric)
+
+    def attach(self, trainer: Any) -> None:
+        """Raises ConfigError for the scheduler of another optimizer: it would change nothing."""
+        optimizers.check(trainer.state.model, trainer.state.optimizer, self.scheduler)
 
     def __call__(self, state: TrainState) -> None:
-        if (value := newly_measured("Plateau", self.metric, state)) is not None:
+        if (value := self._measured.newly(state)) is not None:
             self.scheduler.step(value)
 
     def state_dict(self) -> dict[str, Any]:

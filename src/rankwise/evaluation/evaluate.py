@@ -116,6 +116,11 @@ class Evaluate:
     def evaluate_now(self, state: TrainState) -> None:
         """Collective. Evaluate, whether or not it is due: `every(Evaluate(...), ...)` decides that itself."""
         began = time.perf_counter()
+        if state.step > 1 and getattr(self._model, "is_empty", False):
+            log.warning_once(
+                f"Evaluate(name={self.name!r}): its {type(self._model).__name__} has averaged no step so far, so this measures "
+                "the model from the start; add it to actions=[...]"
+            )
         figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)
         text = f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
