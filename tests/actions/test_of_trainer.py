@@ -106,3 +106,9 @@ def test_all_are_closed_though_one_raises() -> None:
     actions = checked(first, every(rude, steps=3), last)
     assert [str(error) for error in actions.close()] == ["no"]
     assert (first.closed, rude.closed, last.closed) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("given", [EarlyStopping, Log, Counter, every(Counter, steps=2)])
+def test_a_class_instead_of_an_object_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"actions: (EarlyStopping|Log|Counter) is a class; create an object: \w+\(\.\.\.\)"):
+        Actions([given], None)

@@ -289,6 +289,8 @@ def test_what_is_no_metric_object_is_named() -> None:
         Metrics({"f1": tell})
     with pytest.raises(ConfigError, match=r'give metric objects by name: \{"f1": f1\}'):
         Metrics([Merged()])
+    with pytest.raises(ConfigError, match=r"'f1' is the class Merged; create an object: Merged\(\.\.\.\)"):
+        Metrics({"f1": Merged})
 
 
 def test_two_figures_of_one_name_are_an_error() -> None:

@@ -44,6 +44,8 @@ class Actions:
     def __init__(self, given: Sequence[Action], scheduler: Any) -> None:
         plateau = [Plateau(scheduler)] if isinstance(scheduler, ReduceLROnPlateau) else []
         both: list[Action] = [*given, *plateau]
+        if kind := next((action for action in map(_inner, given) if isinstance(action, type)), None):
+            raise ConfigError(f"actions: {kind.__name__} is a class; create an object: {kind.__name__}(...)")
         self.log = _last_of(Log, both) or Log()
         self.replicas = _last_of(CheckReplicas, both) or CheckReplicas()
         self.writers = [action for action in both if isinstance(action, Writer)]

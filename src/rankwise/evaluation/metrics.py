@@ -45,6 +45,9 @@ class Metrics:
             raise ConfigError(f'metrics is a {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
         self._metrics: Any = metrics if metrics is not None else {}
         for name, metric in self._named():
+            if isinstance(metric, type):
+                kind = metric.__name__
+                raise ConfigError(f"metrics: {name!r} is the class {kind}; create an object: {kind}(...)")
             lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
             if lacking:
                 raise ConfigError(
