@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,48 @@ def test_a_file_that_was_replaced_is_never_read_at_the_places_of_the_old_one(kin
     loader = rankwise.Loader(dataset, global_batch_size=4, shuffle=False, num_workers=workers, max_epochs=1)
     with pytest.raises(DataError, match=r"x.h5 was replaced after it was opened, and [xy] is not stored as before; create"):
         list(loader)
+
+
+@pytest.mark.parametrize("kind", ["map", "chunks"])
+def test_a_file_that_was_written_again_in_its_place_is_not_read_at_the_places_of_the_old_one(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+
+    def write(*names: str) -> None:
+        with h5py.File(path, "w") as file:  # the same inode
+            for name in names:
+                file.create_dataset(name, data=np.full(64, ord(name)), chunks=(8,) if kind == "chunks" else None)
+        os.utime(path, ns=(0, ord(names[0])))  # two files of one clock tick
+
+    write("x", "y")
+    size, dataset = path.stat().st_size, HDF5Dataset(path, fields="x")
+    write("y", "x")
+    assert path.stat().st_size == size
+    if kind == "chunks":  # HDF5 looks them up
+        assert dataset[3] == ord("x")
+        return
+    with pytest.raises(DataError, match=r"x\.h5 was replaced after it was opened, and x is not stored as before"):
+        _ = dataset[3]
+
+
+@pytest.mark.parametrize("writer", [{}, {"compress": "gzip"}, {"layout": "returnn"}])
+def test_a_file_that_was_replaced_by_one_with_other_lengths_is_not_read_by_the_old_lengths(
+    writer: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.h5"
+
+    def write(lengths: Sequence[int]) -> None:
+        with rankwise.HDF5Writer(path, overwrite=True, **writer) as out:
+            for length in lengths:
+                out.add(data=np.full(length, length), other=np.zeros(2), tag="a")
+
+    write([1, 2, 3])
+    dataset = HDF5Dataset(path, fields="data")
+    write([1, 2, 3])
+    assert dataset[1].tolist() == [2, 2]
+    dataset = HDF5Dataset(path, fields="data")
+    write([3, 2, 1])  # the same number of rows
+    with pytest.raises(DataError, match=r"x\.h5 was replaced after it was opened, and (data|inputs) is not stored as before"):
+        _ = dataset[1]
 
 
 def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

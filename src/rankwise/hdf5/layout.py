@@ -18,12 +18,13 @@ import math
 import os
 import platform
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,27 @@ _NUMBERS = {np.dtype(code) for code in "?bhilqBHILQefdFD"}
 _SHOWN = 12  # names in an error, at most
 
 
+class LengthsAt(NamedTuple):
+    """The lengths of samples in a file."""
+
+    name: str
+    column: int
+    """Which column of the dataset, if it has several."""
+
+    checksum: int
+
+    @classmethod
+    def of(cls, table: npt.NDArray[Any], name: str, column: int = 0) -> LengthsAt:
+        """`table`: what the dataset contains."""
+        lengths = table[:, column] if table.ndim > 1 else table
+        return cls(name, column, zlib.crc32(lengths.astype("<i8").tobytes()))
+
+    def now(self, file: Any) -> LengthsAt | None:
+        """The same in a file that may be another by now; None if it does not have them."""
+        table: npt.NDArray[Any] = file[self.name][...] if self.name in file else np.zeros(0)
+        return self.of(table, self.name, self.column) if table.ndim == 1 or self.column < table.shape[1] else None
+
+
 @dataclass(frozen=True)
 class Stored:
     """One dataset of a file, and how its rows can be read. The first axis counts the rows."""
@@ -63,8 +85,11 @@ class Stored:
     rows_of_entry: int = 1
     """How many rows one entry of the dataset's first axis has: more than one if a row here is a part of a row there."""
 
-    identity: tuple[str, int, int] | None = None
+    identity: tuple[str, int, int, int] | None = None
     """Of the file that was looked at."""
+
+    lengths: LengthsAt | None = None
+    """The lengths by which its rows are cut into samples; None if they are not in the file."""
 
     @property
     def is_mapped(self) -> bool:
@@ -257,12 +282,12 @@ def has_bytes_of_numpy(dataset: Any) -> bool:
     return kind.kind != "O" and bool(h5py.h5t.py_create(kind, logical=True) == dataset.id.get_type())
 
 
-def identity_of(path: str) -> tuple[str, int, int] | None:
-    """(host, inode, bytes): changes if the file is replaced. None for a URL."""
+def identity_of(path: str) -> tuple[str, int, int, int] | None:
+    """(host, inode, bytes, time): changes if the file is replaced or written. None for a URL."""
     if is_remote(path):
         return None
     found = os.stat(path)
-    return platform.node(), found.st_ino, found.st_size
+    return platform.node(), found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:
@@ -308,7 +333,10 @@ def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[
 
 def _field(file: Any, path: str, name: str, lengths: str | None) -> Field:
     rows = stored(file, path, name)
-    return Field(rows) if lengths is None else Field.with_lengths(rows, lengths_in(file, path, lengths))
+    if lengths is None:
+        return Field(rows)
+    found = lengths_in(file, path, lengths)
+    return Field.with_lengths(replace(rows, lengths=LengthsAt.of(found, lengths)), found)
 
 
 def _our_lengths(ours: Any) -> dict[str, str]:

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import Field, Lengths, Stored, bases, stored
+from rankwise.hdf5.layout import Field, Lengths, LengthsAt, Stored, bases, stored
 from rankwise.host.text import listed
 
 INPUTS, TAG, SIZES = "data", "tag", "sizes"
+LENGTHS = "seqLengths"
 
 
 def is_one(file: Any) -> bool:
@@ -29,7 +30,7 @@ def is_one(file: Any) -> bool:
             f"{file.filename} is a file of RETURNN's NextGenHDFDataset (a dataset per sequence), which cannot be read; write "
             "it again with rankwise.hdf5.HDF5Writer, or with RETURNN as an HDFDataset"
         )
-    return "seqLengths" in file and ("inputs" in file or "targets/data" in file)
+    return LENGTHS in file and ("inputs" in file or "targets/data" in file)
 
 
 def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, Field]:
@@ -43,7 +44,10 @@ def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, F
     asked = bases(fields, known.__contains__) if fields is not None else None
     _check_known(path, asked, known)
     columns = _columns(file, path, len(keys))
-    found = {key: Field.with_lengths(stored(file, path, home), columns[:, at]) for at, (key, home) in enumerate(homes.items())}
+    found = {
+        key: Field.with_lengths(replace(stored(file, path, home), lengths=LengthsAt.of(columns, LENGTHS, at)), columns[:, at])
+        for at, (key, home) in enumerate(homes.items())
+    }
     _check_columns(path, found)
     are_axes = SIZES in found and INPUTS in found
     if are_axes:
@@ -60,7 +64,7 @@ def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) 
 
 
 def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
-    lengths: npt.NDArray[Any] = file["seqLengths"][...]
+    lengths: npt.NDArray[Any] = file[LENGTHS][...]
     if lengths.ndim == 1:  # older files may have this: one length for all fields
         return np.repeat(lengths[:, None], keys, axis=1)
     width = lengths.shape[1]

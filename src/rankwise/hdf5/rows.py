@@ -129,12 +129,14 @@ class _Lazy(ABC):
 
 
 def _check_same(where: Stored) -> None:
-    """Raises DataError if the file was replaced after its layout was read, by one in which the rows are elsewhere."""
+    """Raises DataError if the file was replaced after its layout was read, by one in which the rows are elsewhere, or are those
+    of other samples."""
     with explained(where.file):
         if identity_of(where.file) == where.identity:
             return
     with opened(where.file) as file:
         now = stored(file, where.file, where.name)
+        now = replace(now, lengths=where.lengths.now(file) if where.lengths is not None else None)
     now = now.by_second_axis() if where.rows_of_entry > 1 else now
     if replace(now, identity=where.identity) != where:
         raise DataError(
