@@ -581,6 +581,20 @@ def test_gzip_chunks_are_decompressed_by_isal_where_it_is_installed_and_else_by_
     assert find().__name__ == "zlib"
 
 
+def decoded_blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets the field's name for each block that is decoded."""
+    decoded = []
+    read = BlockRows._block
+
+    def noted(self: BlockRows, number: int) -> Any:
+        if (self._stored.file, number) not in self._kept:
+            decoded.append(self._stored.name)
+        return read(self, number)
+
+    monkeypatch.setattr(BlockRows, "_block", noted)
+    return decoded
+
+
 def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 5 * 20 * 40)
     x = np.arange(1003 * 10.0).reshape(1003, 10).astype("f4")
@@ -589,15 +603,7 @@ def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path:
         file["n"] = np.arange(1003)
     dataset = HDF5Dataset(tmp_path / "x.h5")
     assert dataset.blocks == (20, 5)
-    decoded = []
-    read = BlockRows._block
-
-    def noted(self: BlockRows, number: int) -> Any:
-        if (self._stored.file, number) not in self._kept:
-            decoded.append(number)
-        return read(self, number)
-
-    monkeypatch.setattr(BlockRows, "_block", noted)
+    decoded = decoded_blocks(monkeypatch)
     seen = []
     for step in rankwise.Loader(dataset, global_batch_size=32, max_epochs=1, shuffle="blocks"):
         for batch in step:
@@ -609,6 +615,42 @@ def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path:
     decoded.clear()
     list(rankwise.Loader(dataset, global_batch_size=32, max_epochs=1))
     assert len(decoded) > 51 * 5
+
+
+def test_blocks_are_those_of_the_field_that_needs_most_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 4000)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name, width, rows in (("x", 10, 20), ("mask", 5, 35), ("label", 1, 500)):
+            file.create_dataset(name, data=np.zeros((1000, width), "f4"), chunks=(rows, width), compression="gzip")
+    dataset = HDF5Dataset(tmp_path / "x.h5")
+    assert dataset.blocks == (20, 3)  # 5 blocks of mask are kept, and 20 samples are in 1.5 of them
+    assert HDF5Dataset(tmp_path / "x.h5", fields=["x", "label"]).blocks == (20, 5)
+    decoded = decoded_blocks(monkeypatch)
+    list(rankwise.Loader(dataset, global_batch_size=32, max_epochs=1, shuffle="blocks"))
+    assert (decoded.count("x"), decoded.count("label")) == (50, 2)
+    assert decoded.count("mask") < 85  # of 29: 50 x 1.5
+
+
+def test_blocks_of_uneven_samples_begin_in_the_middle_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 20 * 400)
+    lengths = np.random.default_rng(0).integers(1, 20, 1000)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros(lengths.sum(), "f4"), chunks=(100,), compression="gzip")
+        file["n"] = lengths
+    dataset = HDF5Dataset(tmp_path / "x.h5", lengths={"x": "n"}, fields="x")
+    assert dataset.blocks == (10, 10)  # 20 chunks are kept
+    decoded = decoded_blocks(monkeypatch)
+    list(rankwise.Loader(dataset, global_batch_size=32, max_epochs=1, shuffle="blocks"))
+    assert len(decoded) < 2.2 * lengths.sum() / 100
+
+
+def test_a_file_without_samples_does_not_set_the_blocks(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "none.h5", "w") as file:
+        file["x"] = np.zeros((0, 16384), "f4")
+    full = file_of(tmp_path / "x.h5", x=np.zeros((5, 16384), "f4"))
+    dataset = HDF5Dataset([tmp_path / "none.h5", full])
+    assert dataset.blocks == (1, 1024)
+    assert dataset.faster_without_workers
 
 
 def test_what_lies_end_to_end_is_read_in_blocks_of_64_kb(tmp_path: Path) -> None:

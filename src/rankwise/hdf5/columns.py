@@ -101,6 +101,11 @@ def _kind(field: Field | None) -> str:
     return f"{f'{shape} ' if shape else ''}{kind}{', with lengths' if field.lengths is not None else ''}"
 
 
+def touched(samples: int, block: int) -> float:
+    """In how many blocks of `block` samples a run of `samples` samples is, on average over all places where it may begin."""
+    return 1 + (samples - 1) / block
+
+
 def column(name: str, layouts: Sequence[FileLayout], pad: float) -> Column:
     fields = [layout.fields[name] for layout in layouts]
     if fields[0].lengths is None:
@@ -121,6 +126,11 @@ def _dtype_of(stored: Stored) -> np.dtype[Any]:
 
 def _are_mapped(fields: Sequence[Field]) -> bool:
     return any(field.stored.is_mapped and not field.stored.is_text for field in fields)  # a file without rows has no map
+
+
+def _blocks_of(rows: Sequence[Rows]) -> tuple[int, int] | None:
+    """(rows that are read together, how many such blocks are kept), of the file with the largest blocks."""
+    return max((one.blocks for one in rows if one.blocks is not None), default=None)
 
 
 def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
@@ -151,7 +161,7 @@ class EvenColumn:
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        return self._rows[0].blocks
+        return _blocks_of(self._rows)
 
     @property
     def sample_bytes(self) -> float:
@@ -204,8 +214,11 @@ class UnevenColumn:
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        found = self._rows[0].blocks
-        return (max(round(found[0] / max(self._mean_length, 1.0)), 1), found[1]) if found is not None else None
+        found = _blocks_of(self._rows)
+        if found is None:
+            return None
+        samples = max(round(found[0] / max(self._mean_length, 1.0)), 1)
+        return samples, max(int(found[1] / touched(samples, samples)), 1)
 
     @property
     def sample_bytes(self) -> float:

@@ -28,7 +28,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.files import FileCache
 from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
-from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
+from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column, touched
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Field, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host import machine
@@ -167,11 +167,16 @@ class HDF5Dataset:
     @property
     def blocks(self) -> tuple[int, int]:
         """For `Loader(shuffle="blocks")`: (samples that are read together, how many such blocks are kept)."""
-        found = [one.blocks for one in self._columns.values() if one.blocks is not None]
-        if found:
-            rows = max(rows for rows, _ in found)
-            return rows, max(min(kept * each // rows for each, kept in found), 1)
-        return max(int(_TOGETHER_BYTES // max(one.sample_bytes for one in self._columns.values())), 1), _TOGETHER
+        found = [
+            one.blocks or (max(int(_TOGETHER_BYTES // max(one.sample_bytes, 1)), 1), _TOGETHER)
+            for one in self._columns.values()
+        ]
+        rows, window = min(found, key=math.prod)  # of the field that keeps the fewest samples
+        for one in self._columns.values():
+            if one.blocks is not None and math.prod(one.blocks) < self._samples:  # otherwise it keeps all
+                of_one, kept = one.blocks
+                window = min(window, max(int(kept / (touched(rows, of_one) if of_one % rows else 1)), 1))
+        return rows, window
 
     def __getitem__(self, index: Any) -> Any:
         """A sample as it is stored. A list, an array or a slice gives a batch; bools, one per sample, choose the samples of a

@@ -58,8 +58,14 @@ class Rows(Protocol):
 
 def open_rows(fields: Sequence[Stored]) -> list[Rows]:
     """The rows of the same dataset in each file."""
-    kept = KeptBlocks(max(_KEPT_BYTES // max(_block_rows(one) * _row_bytes(one) for one in fields), 1))
+    sizes = [_block_rows(one) * _row_bytes(one) for one in fields if _is_in_blocks(one)]
+    kept = KeptBlocks(max(_KEPT_BYTES // max(sizes, default=_BLOCK_BYTES), 1))
     return [TextRows(one) if one.is_text else MappedRows(one) if one.is_mapped else BlockRows(one, kept) for one in fields]
+
+
+def _is_in_blocks(stored: Stored) -> bool:
+    """Not if there is no row: HDF5 gives such a dataset no place in the file, as if it were in chunks."""
+    return not (stored.is_text or stored.is_mapped) and stored.shape[0] > 0
 
 
 def _row_bytes(stored: Stored) -> int:
@@ -221,7 +227,7 @@ class BlockRows(_Lazy):
         super().__init__(stored)
         self._native = stored.dtype.newbyteorder("=")
         self._block_rows = _block_rows(stored)
-        self.blocks: tuple[int, int] | None = (self._block_rows, kept.most)
+        self.blocks: tuple[int, int] | None = (self._block_rows, kept.most) if _is_in_blocks(stored) else None
         self._kept = kept
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
