@@ -9,7 +9,7 @@ import pytest
 from batches import loaders
 
 from rankwise.data import Blocks, Loader
-from rankwise.data.order import BlockOrder, order_of
+from rankwise.data.order import BlockOrder, _Cut, order_of
 from rankwise.errors import ConfigError
 
 
@@ -57,6 +57,45 @@ def test_a_window_reads_its_blocks_and_no_other() -> None:
         seen |= set(in_window.tolist())
         at += rows * window - short
     assert len(seen) == 201
+
+
+class Files(list[int]):
+    blocks = 8, 3
+    block_starts = 0, 10, 11, 40, 900
+
+
+def of_files(samples: int) -> BlockOrder:
+    made = order_of(Files(), samples, 0, "blocks")
+    assert isinstance(made, BlockOrder)
+    return made
+
+
+def test_no_block_has_samples_of_two_files() -> None:
+    made = of_files(101)
+    starts = [0, 8, 10, 11, 19, 27, 35, *range(40, 101, 8)]
+    whole = made.indices(1, 0, 101)
+    assert sorted(whole) == list(range(101))
+    blocks = np.searchsorted(starts, whole, "right")
+    at, windows = 0, []
+    while at < 101:
+        some = list(dict.fromkeys(blocks[at:].tolist()))[:3]
+        windows += some
+        at += int(np.isin(blocks, some).sum())
+        assert set(blocks[:at]) == set(windows)
+    assert len(windows) == len(starts)
+    assert made.shuffle == "in blocks of 8, 3 at a time, 4 files"
+    assert order_of(type("Even", (Files,), {"block_starts": (0, 16, 80)})(), 101, 0, "blocks") == order(101, 8, 3)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 101), (9, 12), (13, 70), (40, 101), (100, 101), (12, 13)])
+def test_a_part_of_files_has_their_blocks(start: int, stop: int) -> None:
+    part = of_files(101).of_part(start, stop, 5)
+    assert sorted(part.indices(0, 0, stop - start)) == list(range(stop - start))
+    whole = [0, 8, 10, 11, 19, 27, 35, *range(40, 101, 8)]
+    begins, sizes = _Cut(part.samples, part.rows, part.lead, part.starts).of(np.arange(len(whole)))
+    there = [start, *(begin for begin in whole if start < begin < stop)]
+    assert (begins[: len(there)] + start).tolist() == there
+    assert sizes[: len(there)].sum() == stop - start
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

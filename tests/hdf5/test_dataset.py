@@ -644,6 +644,19 @@ def test_blocks_of_uneven_samples_begin_in_the_middle_of_chunks(tmp_path: Path, 
     assert len(decoded) < 2.2 * lengths.sum() / 100
 
 
+def test_each_chunk_of_several_files_is_decoded_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 5 * 20 * 4)
+    for number in range(5):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            samples = 0 if number == 2 else 101 + number
+            file.create_dataset("x", data=np.zeros(samples, "f4"), chunks=(20,), maxshape=(None,), compression="gzip")
+    dataset = HDF5Dataset(str(tmp_path / "*.h5"), fields="x")
+    assert (dataset.blocks, dataset.block_starts) == ((20, 5), (0, 101, 203, 307))
+    decoded = decoded_blocks(monkeypatch)
+    list(rankwise.Loader(dataset, global_batch_size=1, max_epochs=1, shuffle="blocks"))
+    assert len(decoded) == 4 * 6
+
+
 def test_a_file_without_samples_does_not_set_the_blocks(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "none.h5", "w") as file:
         file["x"] = np.zeros((0, 16384), "f4")

@@ -9,6 +9,7 @@ There is no list of all indices, and any position costs the same. The order of a
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, overload
@@ -81,16 +82,19 @@ class BlockOrder(Order):
     window: int = 1
     lead: int = 0
     """The number of samples in the first block that come before the first sample, and are not part of this order."""
+    starts: tuple[int, ...] = (0,)
+    """The samples at which a block starts although the one before may not be full: where files start. Ascending, from 0 on."""
 
     def _computed(self, epoch: int, start: int, stop: int) -> Indices:
-        samples, seed, rows, window, lead = self.samples, self.seed, self.rows, self.window, self.lead
-        blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
+        samples, seed, window = self.samples, self.seed, self.window
+        cut = _Cut(samples, self.rows, self.lead, self.starts)
+        blocks, windows = _blocks(cut, seed, epoch, window)
         found = []
-        for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
-            first, last = int(starts[number]), int(starts[number + 1])
+        for number in range(np.searchsorted(windows, start, "right") - 1, np.searchsorted(windows, stop, "left")):
+            first, last = int(windows[number]), int(windows[number + 1])
             positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
             within = _shuffled(positions, last - first, seed, epoch, number)
-            begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
+            begins, sizes = cut.of(blocks[number * window : (number + 1) * window])
             ends = np.cumsum(sizes)
             at = np.searchsorted(ends, within, "right")
             found.append(begins[at] + within - (ends - sizes)[at])
@@ -98,7 +102,10 @@ class BlockOrder(Order):
 
     def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
         """With the blocks of the whole order, which are cut only at both ends of the part."""
-        return replace(self, samples=stop - start, seed=seed, lead=(self.lead + start) % self.rows)
+        file = bisect_right(self.starts, start) - 1
+        lead = (start - self.starts[file] + (self.lead if file == 0 else 0)) % self.rows
+        starts = (0, *(other - start for other in self.starts[file + 1 :] if other < stop))
+        return replace(self, samples=stop - start, seed=seed, lead=lead, starts=starts)
 
 
 class Blocks(NamedTuple):
@@ -126,8 +133,9 @@ def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | st
 
 
 def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | str | Blocks | None) -> Order | None:
-    """The order of a dataset; None for a stream, which has no number of samples. Raises ConfigError for a stream that is to be
-    shuffled, and for "blocks" if the dataset has no attribute `blocks`."""
+    """The order of a dataset; None for a stream, which has no number of samples. With "blocks", the dataset has an attribute
+    `blocks`: (rows, window); in `block_starts` it may have samples at which a block must start. Raises ConfigError for a stream
+    that is to be shuffled, and for "blocks" without that attribute."""
     if samples is None:
         if shuffle:
             raise ConfigError(
@@ -145,7 +153,12 @@ def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | st
             "give shuffle=rankwise.data.Blocks(rows, window)"
         )
     rows, window = found
-    return BlockOrder(samples, seed, f"in blocks of {rows}, {window} at a time", rows, window)
+    text = f"in blocks of {rows}, {window} at a time"
+    starts = getattr(dataset, "block_starts", ()) if isinstance(shuffle, str) else ()
+    if any(start % rows for start in starts):
+        starts = tuple(sorted({0, *(start for start in starts if 0 < start < samples)}))
+        return BlockOrder(samples, seed, f"{text}, {len(starts)} files", rows, window, starts=starts)
+    return BlockOrder(samples, seed, text, rows, window)
 
 
 def whole_numbers(values: Any) -> Indices | None:
@@ -179,19 +192,45 @@ def _run(order: Order, epoch: int, k: int) -> Indices:
     return order._computed(epoch, k * _RUN, min((k + 1) * _RUN, order.samples))
 
 
+class _Cut(NamedTuple):
+    """How a BlockOrder cuts its samples into blocks."""
+
+    samples: int
+    rows: int
+    lead: int
+    starts: tuple[int, ...]
+
+    def of(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """(the first sample of each block, the number of its samples). A block at either end of a file may be shorter."""
+        starts, ends, origins, before, _ = self._files()
+        file = np.searchsorted(before, numbers, "right") - 1
+        begins = origins[file] + (numbers - before[file]) * self.rows
+        firsts = np.maximum(begins, starts[file])
+        return firsts, np.minimum(begins + self.rows, ends[file]) - firsts
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return int(self._files()[4])
+
+    def _files(self) -> tuple[Indices, Indices, Indices, Indices, int]:
+        """For each file: its first sample and the one after its last, where its first block would begin, and the number of the
+        blocks before it; and the number of all blocks."""
+        starts = np.array(self.starts, np.int64)
+        ends = np.append(starts[1:], self.samples)
+        origins = starts.copy()
+        origins[0] -= self.lead
+        counts = -(-(ends - origins) // self.rows)
+        return starts, ends, origins, np.cumsum(counts) - counts, int(counts.sum())
+
+
 @lru_cache(maxsize=_CACHED)
-def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int, lead: int) -> tuple[Indices, Indices]:
+def _blocks(cut: _Cut, seed: int, epoch: int, window: int) -> tuple[Indices, Indices]:
     """(the blocks in the order of the epoch, the positions at which each window starts, and the end of the last one)."""
-    count = -(-(lead + samples) // rows)
+    count = cut.blocks
     order = _shuffled(np.arange(count, dtype=np.int64), count, seed, epoch)
-    before = np.concatenate([[0], np.cumsum(_of_blocks(order, samples, rows, lead)[1])])
+    before = np.concatenate([[0], np.cumsum(cut.of(order)[1])])
     return order, before[[*range(0, count, window), count]]
-
-
-def _of_blocks(numbers: Indices, samples: int, rows: int, lead: int) -> tuple[Indices, Indices]:
-    """(the first sample of each block, the number of its samples). The first block and the last may be shorter."""
-    begins = np.maximum(numbers * rows - lead, 0)
-    return begins, np.minimum((numbers + 1) * rows - lead, samples) - begins
 
 
 def _shuffled(positions: Indices, samples: int, *keys: int) -> Indices:

@@ -178,6 +178,13 @@ class HDF5Dataset:
                 window = min(window, max(int(kept / (touched(rows, of_one) if of_one % rows else 1)), 1))
         return rows, window
 
+    @property
+    def block_starts(self) -> tuple[int, ...]:
+        """The samples at which a block starts in any case: the first of each file, because a chunk is in only one file."""
+        if all(one.blocks is None for one in self._columns.values()):
+            return (0,)
+        return tuple(self._starts[:-1][np.diff(self._starts) > 0].tolist())
+
     def __getitem__(self, index: Any) -> Any:
         """A sample as it is stored. A list, an array or a slice gives a batch; bools, one per sample, choose the samples of a
         batch. Raises IndexError, and TypeError for an index that is not an integer."""
