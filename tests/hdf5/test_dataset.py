@@ -574,6 +574,13 @@ def test_gzip_chunks_that_are_stored_plain_or_missing_are_read_too(
     assert {7, width} <= set(found.flatten().tolist())
 
 
+@pytest.mark.parametrize("most", [None, 100])
+def test_a_gzip_dataset_to_which_nothing_was_written_is_its_fill_value(tmp_path: Path, most: int | None) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", (35,), "i4", chunks=(10,), maxshape=(most,), compression="gzip", fillvalue=7)
+    assert HDF5Dataset(tmp_path / "x.h5", fields="x")[:].tolist() == [7] * 35
+
+
 def test_gzip_chunks_are_decompressed_by_isal_where_it_is_installed_and_else_by_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
     find = rows._fastest_zlib.__wrapped__
     assert find().__name__ == "isal.isal_zlib"

@@ -307,8 +307,8 @@ def _unzipped(dataset: Any, chunk: tuple[int, ...], dtype: np.dtype[Any], start:
     first = (start, *[0] * (len(chunk) - 1))
     try:
         is_plain, data = dataset.id.read_direct_chunk(first)
-    except (OSError, RuntimeError):
-        if dataset.id.get_chunk_info_by_coord(first).byte_offset is not None:
+    except (OSError, RuntimeError, MemoryError):  # the last if nothing was written at all: h5py takes -1 for the size
+        if dataset.id.get_storage_size() and dataset.id.get_chunk_info_by_coord(first).byte_offset is not None:
             raise
         found: Array = dataset[start:stop]  # the chunk was never written
         return found
