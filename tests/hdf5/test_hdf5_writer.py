@@ -54,6 +54,15 @@ def test_numbers_tensors_arrays_and_strings_come_back(tmp_path: Path) -> None:
     assert [got["i"].item(), got["f"].item(), got["b"].item(), got["big"].item()] == [3, 0.5, True, 1.5]
 
 
+def test_tensors_that_are_conjugate_or_negative_in_name_only_come_back(tmp_path: Path) -> None:
+    wave = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        writer.add(wave=wave, imaginary=wave.imag)
+    sample = HDF5Dataset(tmp_path / "x.h5")[0]
+    assert sample["wave"].tolist() == [1 - 2j, 3 + 4j]
+    assert sample["imaginary"].tolist() == [-2, 4]
+
+
 def test_numbers_of_numpy_keep_their_type_and_those_of_python_are_float32(tmp_path: Path) -> None:
     seconds = np.float64(1764170000.25)
     sample = {
@@ -413,7 +422,11 @@ def test_a_writer_that_takes_a_sample_has_the_files_that_it_needs_to_close(tmp_p
         ({}, {}, "a sample needs at least one field"),
         ({"a/b": 1}, {}, "a field cannot be called 'a/b'"),
         ({"x": torch.zeros(2, dtype=torch.bfloat16)}, {}, "bfloat16, which HDF5 does not have"),
-        ({"x": object()}, {}, "x is of object; give numbers, bool, or a str"),
+        ({"x": object()}, {}, "sample 0 cannot be stored: x is of object; give numbers, bool, or a str"),
+        ({"x": 1}, {"x": None}, "sample 1 cannot be stored: x is of object; give numbers, bool, or a str"),
+        ({"x": [[1, 2], [3]]}, {}, "sample 0 cannot be stored: x cannot be converted to a numpy array (setting an array"),
+        ({"x": torch.eye(2).to_sparse()}, {}, "x cannot be converted to a numpy array (can't convert Sparse layout"),
+        ({"x": torch.ones(2, dtype=torch.float8_e4m3fn)}, {}, "x cannot be converted to a numpy array (Got unsupported"),
         ({"x": "ab"}, {"x": "ab\0cd"},
          r"sample 1 cannot be stored: x is 'ab\x00cd', which has a NUL character, where HDF5 would cut it off; remove"),
         ({"x": os.fsdecode(b"caf\xe9")}, {}, r"sample 0 cannot be stored: x is 'caf\udce9', which is not valid Unicode"),

@@ -115,7 +115,10 @@ class HDF5Writer:
         for name, value in fields.items():
             if isinstance(value, str) and (why := _no_text(value)):
                 raise DataError(f"sample {self._samples} cannot be stored: {name} is {shown(value)}, {why}")
-        values = {name: _as_array(name, value) for name, value in fields.items()}
+        try:
+            values = {name: _as_array(name, value) for name, value in fields.items()}
+        except DataError as error:
+            raise DataError(f"sample {self._samples} cannot be stored: {error}") from None
         if not self._fields:
             self._open_spools(values)
         for name, value in values.items():
@@ -365,11 +368,13 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
     """The value as an array; a string as a single object. Raises DataError if HDF5 has no type for it."""
     if isinstance(value, str):
         return np.array(value, dtype=object)
-    if isinstance(value, torch.Tensor):
-        if value.dtype == torch.bfloat16:
-            raise DataError(f"{name} is bfloat16, which HDF5 does not have; give it as .half() or .float()")
-        value = value.detach().cpu().numpy()
-    found = np.asarray(value)
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+        raise DataError(f"{name} is bfloat16, which HDF5 does not have; give it as .half() or .float()")
+    try:
+        found = np.asarray(value.numpy(force=True) if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths, sparse tensors, types of torch alone
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"{name} cannot be converted to a numpy array ({why}); give numbers, bool, or a str") from None
     if found.dtype == np.float64 and isinstance(value, float | list | tuple) and _is_plain(value):
         found = found.astype(np.float32)  # like torch.tensor
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
