@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_a_pattern_stands_for_files_in_the_order_of_their_names(server: FileServ
     assert expanded(server.url("b*")) == [server.url(name) for name in ("b1", "b10", "b2")]
     assert expanded(f"file://{server.folder}/b*") == [f"file://{server.folder}/{name}" for name in ("b1", "b10", "b2")]
     assert expanded(server.url("none")) == [server.url("none")]
+
+
+def test_files_in_an_archive_are_read_and_have_a_version(tmp_path: Path) -> None:
+    before = []
+    for first in (9, 0):
+        with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+            for number in range(3):
+                archive.writestr(zipfile.ZipInfo(f"{number}.bin"), bytes([first + number]) * 1000)  # the same time
+        before.append(facts(f"zip://0.bin::file://{tmp_path}/all.zip"))
+    assert before[0].version != before[1].version
+    found = expanded(f"zip://*.bin::file://{tmp_path}/all.zip")
+    assert found == [f"zip://{number}.bin::file://{tmp_path}/all.zip" for number in range(3)]
+    for number, url in enumerate(found):
+        with RemoteFile(url) as file:
+            assert file.read() == bytes([number]) * 1000
 
 
 @pytest.mark.parametrize("call", [RemoteFile, facts])

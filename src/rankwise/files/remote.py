@@ -38,7 +38,7 @@ _FINAL = (RankwiseError, FileNotFoundError, PermissionError, IsADirectoryError, 
 _BLOCK, _BLOCKS = 1 << 18, 16
 """The smallest request in bytes, and how many such blocks are kept: HDF5 reads many small pieces close to each other."""
 
-_VERSION = {"etag", "lastmodified", "mtime", "modified", "md5hash", "contentmd5", "digest", "generation", "created"}
+_VERSION = {"etag", "lastmodified", "mtime", "modified", "md5hash", "contentmd5", "digest", "generation", "created", "crc"}
 """Names that the clients of stores use for the version of a file, in lower case and without - and _."""
 
 
@@ -74,7 +74,9 @@ def expanded(url: str) -> list[str]:
     if "*" not in url:
         return [url]
     fs, name = file_system(url, url)
-    return sorted(fs.unstrip_protocol(found) for found in _bounded(url, lambda: fs.glob(name)))
+    first, chain, archive = url.partition("::")  # zip://*.h5::s3://bucket/x.zip: the files are in that archive
+    rest = chain + archive if is_remote(first) else ""
+    return sorted(fs.unstrip_protocol(found) + rest for found in _bounded(url, lambda: fs.glob(name)))
 
 
 class RemoteFile(io.RawIOBase):
@@ -86,6 +88,7 @@ class RemoteFile(io.RawIOBase):
         self._path = path
         self._size: int | None = None
         self._file: Any = None
+        self._file_system: Any = None  # that of an archive (zip://) closes it when it is dropped
         self._file_at = self._at = 0
         self._given_up: DataError | None = None
         self._block = functools.lru_cache(_BLOCKS)(self._read_block)
@@ -157,6 +160,7 @@ class RemoteFile(io.RawIOBase):
             self._size = os.fstat(self._file.fileno()).st_size
             return
         fs, name = file_system(self._path, self._path)
+        self._file_system = fs
         self._file = fs.open(name, "rb", block_size=_BLOCK, cache_type="none")
         self._size = getattr(self._file, "size", None) if self._file.seekable() else None
         if self._size:
