@@ -19,7 +19,7 @@ import pytest
 from file_server import FileServer, serving
 from ranks import scripts_on_ranks
 
-from rankwise.errors import DataError
+from rankwise.errors import ConfigError, DataError
 from rankwise.files import FileCache, cache, remote
 
 SIZE = 300_001
@@ -93,6 +93,21 @@ def test_a_kill_while_it_copies_leaves_no_lock_and_another_process_goes_on(tmp_p
     output, errors = waiting.communicate(timeout=200)
     assert (output, errors) == (f"{[SIZE]}\n", "")
     assert len(names(tmp_path)) == 1
+
+
+def test_sources_may_be_paths_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    [copy] = FileCache(tmp_path / "here").paths([tmp_path / "x"])
+    assert Path(copy).read_bytes() == b"abc"
+    for wrong in ([3], [""], "x"):
+        with pytest.raises(ConfigError, match="give paths or URLs in a list"):
+            FileCache(tmp_path / "here").paths(wrong)  # type: ignore[arg-type]
+
+
+def test_a_cache_at_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cache='s3://bucket/x' is a URL, but copies need a folder of this machine"):
+        FileCache("s3://bucket/x")
 
 
 def test_another_file_of_that_name_is_another_copy(tmp_path: Path, server: FileServer) -> None:

@@ -543,6 +543,8 @@ def test_a_collate_function_gets_samples(tmp_path: Path) -> None:
             "pad has the field 'feature', which this dataset does not read; its fields are features, label",
         ),
         (lambda path: HDF5Dataset([]), "give a path, a pattern"),
+        (lambda path: HDF5Dataset(b"x.h5"), "give a path, a pattern"),
+        (lambda path: HDF5Dataset([path, None]), "give a path, a pattern"),
         (lambda path: HDF5Dataset(path, pad="x"), "a number, or numbers by the fields' names"),
         (lambda path: HDF5Dataset(path, pad={"features": None}), "a number, or numbers by the fields' names"),
     ],

@@ -115,6 +115,19 @@ def test_an_error_of_a_copy_names_the_file_it_is_of(tmp_path: Path, server: File
             HDF5Dataset(server.url("train-*.h5"), **where)  # type: ignore[arg-type]
 
 
+def test_of_a_corrupted_copy_its_own_path_is_reported(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        writer.add(x=np.zeros(1000))
+    dataset = HDF5Dataset(tmp_path / "x.h5", cache=tmp_path / "here")
+    [copy] = (tmp_path / "here").glob("*/x-*.h5")
+    content = copy.read_bytes()
+    copy.write_bytes(content[:5000] + b"?" + content[5001:])
+    with pytest.raises(DataError) as caught:
+        dataset.verify()
+    assert str(caught.value).startswith(f"{copy} is corrupted: bytes ")
+    assert str(caught.value).endswith(f"this is the copy of {tmp_path / 'x.h5'}: delete it, and the next run makes another")
+
+
 def test_a_read_that_stalls_is_an_error_that_names_the_file(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALLED_S", 0.5)
     dataset = HDF5Dataset(server.url("gzip.h5"))

@@ -23,13 +23,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rankwise.dist import log
-from rankwise.errors import DataError
+from rankwise.errors import ConfigError, DataError
 from rankwise.files.remote import FileFacts, RemoteFile, facts, is_remote
 from rankwise.host import machine
-from rankwise.host.arguments import PATH, SEQUENCE, takes
+from rankwise.host.arguments import PATH, SEQUENCE, Argument, takes
 from rankwise.host.disk import fsync
 from rankwise.host.patience import Patience
 from rankwise.host.text import count, size
+
+_SOURCES = Argument(
+    lambda value: SEQUENCE.accepts(value) and all(map(PATH.accepts, value)), 'paths or URLs in a list: ["s3://bucket/x.h5"]'
+)
 
 _PIECE = 8 << 20
 _POLL_S = 0.1
@@ -55,19 +59,24 @@ class FileCache:
     @takes(folder=PATH)
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._given = os.fspath(folder)
+        if is_remote(self._given):
+            raise ConfigError(
+                f"cache={self._given!r} is a URL, but copies need a folder of this machine; give a path like '/scratch/me'"
+            )
         self._folder = Path(folder).absolute() / f"rankwise-{os.getuid()}"
         self._used: dict[Path, _Use] = {}
         self._sources: dict[Path, str] = {}
 
-    @takes(sources=SEQUENCE)
-    def paths(self, sources: Sequence[str]) -> list[str]:
+    @takes(sources=_SOURCES)
+    def paths(self, sources: Sequence[str | os.PathLike[str]]) -> list[str]:
         """The paths of the copies, in this order. They stay as long as this object exists, in this process and in those that it
         is sent to.
 
         If a source cannot be copied, it is used directly, and a warning says why: training continues without a cache. Raises
         DataError for a source that cannot be read.
         """
-        known = {source: facts(source) for source in sources}
+        given = [os.fspath(source) for source in sources]
+        known = {source: facts(source) for source in given}
         machine.allow_open_files(len(self._used) + len(known) + machine.OTHER_FILES)  # each copy stays open, with its lock
         copies: dict[str, str] = {}
         why = None
@@ -87,7 +96,11 @@ class FileCache:
                 f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} are read without a copy: "
                 f"{left[0]}{', ...' if len(left) > 1 else ''}"
             )
-        return [copies.get(source, source) for source in sources]
+        return [copies.get(source, source) for source in given]
+
+    def source_of(self, path: str) -> str | None:
+        """The source of this copy; None if it is no copy of this object."""
+        return self._sources.get(Path(path))
 
     def sources_in(self, text: str) -> str:
         """`text`, with the source instead of the path of each copy."""

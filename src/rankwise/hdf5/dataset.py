@@ -32,7 +32,7 @@ from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column, 
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Field, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host import machine
-from rankwise.host.arguments import PATH, TEXT, Argument, shown, takes
+from rankwise.host.arguments import PATH, SEQUENCE, TEXT, Argument, shown, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
@@ -42,7 +42,7 @@ _LARGE_BYTES = 4096
 """From this sample size (a page) on, it is faster to ask the kernel for all samples at once than to wait for each."""
 
 _FILES = Argument(
-    lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
+    lambda v: PATH.accepts(v) or (SEQUENCE.accepts(v) and len(v) > 0 and all(map(PATH.accepts, v))),
     "a path, a pattern ('data/train-*.h5'), or a list of paths",
 )
 _FIELDS = Argument(
@@ -255,8 +255,16 @@ class HDF5Dataset:
     def verify(self) -> int:
         """Read everything that has checksums (`HDF5Writer` writes them), and return the number of bytes. Raises DataError for
         corrupted data, with its file and place."""
-        with self._named_by_source():
-            return sum(verify(path) for path in self._files)
+        return sum(map(self._verified, self._files))
+
+    def _verified(self, path: str) -> int:
+        try:
+            return verify(path)
+        except DataError as error:
+            source = self._cache.source_of(path) if self._cache is not None else None
+            if source is None:
+                raise
+            raise DataError(f"{error}; this is the copy of {source}: delete it, and the next run makes another") from None
 
     def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
         """The entries of a sample or batch, in the form that the user has chosen. `read`: returns a field and its lengths, by
