@@ -135,6 +135,28 @@ def test_a_loader_takes_blocks_and_records_them(tmp_path: Any) -> None:
             another.load_state_dict(state)
 
 
+class InBlocks(list[int]):
+    """A dataset with blocks of its own, which may change from one version of its class to the next."""
+
+    def __init__(self, blocks: tuple[int, int], starts: tuple[int, ...] = ()) -> None:
+        super().__init__(range(100))
+        self.blocks, self.block_starts = blocks, starts
+
+
+@pytest.mark.parametrize("now", [InBlocks((10, 3)), InBlocks((7, 2)), InBlocks((10, 2), starts=(0, 33))])
+def test_a_run_keeps_the_blocks_that_it_began_with(now: InBlocks) -> None:
+    ways: dict[str, Any] = {"global_batch_size": 7, "max_epochs": 2, "shuffle": "blocks"}
+    (whole,) = loaders(InBlocks((10, 2)), 1, **ways)
+    states, batches = [], []
+    for [batch] in whole:
+        batches.append(batch.tolist())
+        states.append(whole.state_dict())
+    (resumed,) = loaders(now, 1, **ways)
+    resumed.load_state_dict(states[4])
+    assert [batch.tolist() for [batch] in resumed] == batches[5:]
+    assert resumed.state_dict()["shuffle"] == "in blocks of 10, 2 at a time"
+
+
 def test_a_resume_anywhere_on_other_ranks_has_the_same_batches() -> None:
     ways: dict[str, Any] = {"global_batch_size": 9, "max_epochs": 2, "shuffle": Blocks(8, 3)}
 

@@ -24,7 +24,7 @@ from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
-from rankwise.data.order import SHUFFLE, Blocks, order_of, share
+from rankwise.data.order import SHUFFLE, Blocks, Order, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
@@ -129,7 +129,7 @@ class Loader:
         self._dataset = dataset
         samples = length(dataset)
         check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
-        self._order = order_of(dataset, samples, seed, shuffle)
+        self._order, self._has_own_blocks = order_of(dataset, samples, seed, shuffle), shuffle == "blocks"
         check_split(split, dataset, samples is None, batches)
         self._split = split
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
@@ -458,8 +458,17 @@ class Loader:
             **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
         }
 
+    def _take_blocks(self, order: Order, recorded: object) -> None:
+        """The dataset may have had other blocks when the run began, which keeps its order."""
+        self._order = in_blocks_of(order, recorded)
+        if self._order is not order:
+            log.say(f"resuming with the checkpoint's shuffle, {self._order.shuffle}, instead of {order.shuffle}")
+            self._batching = self._cut()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
+        if self._order is not None and self._has_own_blocks:
+            self._take_blocks(self._order, state["shuffle"])
         common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state
         for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):

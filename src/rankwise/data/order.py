@@ -9,6 +9,7 @@ There is no list of all indices, and any position costs the same. The order of a
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -159,6 +160,14 @@ def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | st
         starts = tuple(sorted({0, *(start for start in starts if 0 < start < samples)}))
         return BlockOrder(samples, seed, f"{text}, {len(starts)} files", rows, window, starts=starts)
     return BlockOrder(samples, seed, text, rows, window)
+
+
+def in_blocks_of(order: Order, shuffle: object) -> Order:
+    """The order in the blocks that a checkpoint has recorded as `shuffle`; the same object if there are none, or the same."""
+    found = re.fullmatch(r"in blocks of (\d+), (\d+) at a time", str(shuffle))
+    if found is None or shuffle == order.shuffle:
+        return order
+    return BlockOrder(order.samples, order.seed, found[0], int(found[1]), int(found[2]))
 
 
 def whole_numbers(values: Any) -> Indices | None:

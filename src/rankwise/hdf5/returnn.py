@@ -43,9 +43,10 @@ def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, F
     known = [*homes, *tags]
     asked = bases(fields, known.__contains__) if fields is not None else None
     _check_known(path, asked, known)
-    columns = _columns(file, path, len(keys))
+    table: npt.NDArray[Any] = file[LENGTHS][...]
+    columns, lengths = _columns(table, path, len(keys), "targets" in file), LengthsAt.of(table, LENGTHS)
     found = {
-        key: Field.with_lengths(replace(stored(file, path, home), lengths=LengthsAt.of(columns, LENGTHS, at)), columns[:, at])
+        key: Field.with_lengths(replace(stored(file, path, home), lengths=lengths), columns[:, at])
         for at, (key, home) in enumerate(homes.items())
     }
     _check_columns(path, found)
@@ -63,12 +64,11 @@ def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) 
         raise DataError(f"{path} has no field {unknown[0]}; the fields of this file of RETURNN are {listed(known)}")
 
 
-def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
-    lengths: npt.NDArray[Any] = file[LENGTHS][...]
+def _columns(lengths: npt.NDArray[Any], path: str, keys: int, has_targets: bool) -> npt.NDArray[Any]:
     if lengths.ndim == 1:  # older files may have this: one length for all fields
         return np.repeat(lengths[:, None], keys, axis=1)
     width = lengths.shape[1]
-    is_dummy = "targets" not in file and width == keys + 1  # a column for `classes`, although there are no targets
+    is_dummy = not has_targets and width == keys + 1  # a column for `classes`, although there are no targets
     if width != keys and not is_dummy:
         raise DataError(f"{path}: seqLengths has {width} columns for {keys} datasets: the file is inconsistent; write it again")
     return lengths
