@@ -24,6 +24,14 @@ def computed(model: nn.Module) -> dict[int, Any]:
     return {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
 
 
+def _add_own_attributes(twin: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+    """torch copies only the groups and the state; a subclass may have attributes of its own (the optimizers that it wraps).
+    Not `step`: a scheduler replaces it by one that calls the original."""
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and not hasattr(type(twin), name):
+            setattr(twin, name, copy.deepcopy(value, memo))
+
+
 class Twin:
     """`others`: objects that refer to the optimizer, such as its scheduler.
 
@@ -36,6 +44,7 @@ class Twin:
         memo: dict[int, Any] = {id(p): p for p in self._outside} | computed(model)
         self.model: nn.Module = copy.deepcopy(model, memo)
         self.optimizer: Optimizer = copy.deepcopy(optimizer, memo)
+        _add_own_attributes(self.optimizer, optimizer, memo)
         self.others: list[Any] = [copy.deepcopy(each, memo) for each in others]
         begin_training(self.model)
         self._apart: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p.detach().clone(), None) for p in self._outside]
