@@ -110,6 +110,13 @@ def test_chosen_gpus_of_amd_are_chosen_by_amds_variable(tmp_path: Path, monkeypa
     assert machine.visible("0", {}, *trees(tmp_path / "b", {"dev/nvidia0": ""})) == {"CUDA_VISIBLE_DEVICES": "0"}
 
 
+def test_a_list_of_other_gpus_that_is_replaced_is_known() -> None:
+    for before, replaced in (("4,5", "CUDA_VISIBLE_DEVICES=4,5"), ("0,1", None), ("", None)):
+        assert machine.replaced({"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": before}) == replaced
+    assert machine.replaced({"CUDA_VISIBLE_DEVICES": "0"}, {}) is None
+    assert machine.replaced({}, {"CUDA_VISIBLE_DEVICES": "4"}) is None
+
+
 def test_intels_gpus_are_refused_by_auto_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"dev/dri/renderD128": "", "sys/class/drm/renderD128/device/vendor": "0x8086\n"}
     folders = trees(tmp_path, files)

@@ -161,6 +161,12 @@ def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: P
     return {name: ",".join(map(str, numbers))}
 
 
+def replaced(chosen: Mapping[str, str], env: Mapping[str, str]) -> str | None:
+    """A list of GPUs in the environment that `chosen` replaces by another one, for a warning: a scheduler may have set it."""
+    name = next((name for name, value in chosen.items() if env.get(name) not in (None, "", value)), None)
+    return f"{name}={env[name]}" if name is not None else None
+
+
 def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path = _DEV) -> str | None:
     """Why no rank can use NCCL here; None if a rank may."""
     if env.get("CUDA_VISIBLE_DEVICES") is not None and gpus(env, dev) == 0:

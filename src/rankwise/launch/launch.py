@@ -56,6 +56,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
         say(f"warning: {program.no_torch}")  # the setup commands of the job may provide torch
     if choice.is_here:
         environment = machine.visible(choice.gpus, env)
+        if (others := machine.replaced(environment, env)) is not None:
+            say(f"warning: --gpus {choice.gpus} replaces {others} of this shell, which may name the GPUs of its job")
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
         _refuse_what_this_machine_cannot_hold(nproc)
         _refuse_nccl_without_gpu(program, {**env, **environment})
