@@ -227,6 +227,12 @@ def test_a_job_is_known_by_its_number(answers: Callable[..., None], out: str) ->
             "Slurm refuses the job: Requested node configuration is not available (--nodes=2 --gres=gpu:9 --mem=x); ask ",
         ),
         ("sbatch: error: Invalid --mem specification", "Slurm refuses the job: Invalid --mem specification (--mem=x); give"),
+        (
+            "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+            "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size "
+            "and/or time limits)",
+            "time limits) (--nodes=2); it is more than your account or quality of service allows; your jobs: squeue -u $USER; ",
+        ),
         ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\"", "job: unrecognized option '--nonsense'"),
         ("sbatch: error: something new", "Slurm refuses the job: something new"),
     ],

@@ -21,6 +21,11 @@ _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("--mem specification", ("mem",), "give --mem as a number and a unit: 64G"),
     ("array specification", ("array",), "give --array 0-7; for the highest number: scontrol show config | grep MaxArraySize"),
     ("dependency", ("dependency",), "give --dependency afterok:ID, with the number of a job"),
+    (
+        "accounting/qos policy", ("nodes", "time", "account", "qos"),
+        "it is more than your account or quality of service allows; your jobs: squeue -u $USER; your limits: sacctmgr show "
+        "associations user=$USER format=account,qos,maxsubmit,maxwall,grptres",
+    ),
     ("time limit", ("time", "partition"), "to see the limits: sinfo -o '%P %l'; then use --time TIME"),
     ("account", ("account", "partition"), "yours: sacctmgr show associations user=$USER format=account; use --account NAME"),
     ("qos", ("qos",), "yours: sacctmgr show associations user=$USER format=qos; use --qos NAME"),
