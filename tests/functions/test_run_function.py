@@ -225,6 +225,14 @@ def test_false_is_a_setting_that_a_site_file_does_not_override(tmp_path: Path, m
     assert (config["check_collectives"], config["tee"]) == (False, "all")
 
 
+def test_a_folder_that_was_removed_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("gone").mkdir()
+    monkeypatch.chdir("gone")
+    Path("../gone").rmdir()
+    with pytest.raises(ConfigError, match=r"^the folder that you are in was removed; change to another one$"):
+        rankwise.run_function(times_rank, (1,), nproc=1, run_dir=tmp_path / "run")
+
+
 def test_an_argument_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^args\[1\] \(_thread.lock\) cannot be sent to the ranks: TypeError"):
         rankwise.run_function(scaled_rank, (1, threading.Lock()), nproc=1)

@@ -29,6 +29,7 @@ from rankwise.dist import private_names
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, PATH, SECONDS, SEQUENCE, TEXT, Argument, takes
+from rankwise.host.disk import check_current_folder
 from rankwise.launch import status
 from rankwise.launch.follow import JobEnd
 from rankwise.run.config import WORKER, RunConfig, site_settings
@@ -82,6 +83,7 @@ def run_function(
     `timeout_s` limits the wait: after it the run is stopped, and TimeoutError raised.
     """
     errors.without_traceback()
+    check_current_folder()
     given = {"nproc": nproc, "nodes": nodes, "on": on, "hosts": hosts, "name": name, **settings}
     run = FunctionRun(_config(calls.name_of(fn), given, wait), calls.pack(fn, args, kwargs or {}), calls.name_of(fn))
     if not wait:

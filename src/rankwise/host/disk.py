@@ -11,6 +11,8 @@ import errno
 import os
 from pathlib import Path
 
+from rankwise.errors import ConfigError
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """The disk is full, or the quota of this user is used up."""
 
@@ -23,6 +25,14 @@ def exists(path: str | os.PathLike[str]) -> bool:
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """As `exists`, for a folder: `Path.is_dir` raises, too."""
     return os.path.isdir(path)  # noqa: PTH112 - see above
+
+
+def check_current_folder() -> None:
+    """Raises ConfigError if the current folder was removed: relative paths mean nothing then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the folder that you are in was removed; change to another one") from None
 
 
 def fsync(path: Path) -> None:

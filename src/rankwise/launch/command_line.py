@@ -7,7 +7,6 @@ def main() -> None: ...
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RankwiseError
-from rankwise.host import terminal
+from rankwise.host import disk, terminal
 
 
 class Group(click.Group):
@@ -45,7 +44,7 @@ class Group(click.Group):
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
         words = list(args)  # click empties `args`
         with _printed():
-            _refuse_no_folder()
+            disk.check_current_folder()
             try:
                 return super().make_context(info_name, args, *more, **extra)
             except click.NoSuchOption as error:
@@ -73,13 +72,6 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _refuse_no_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the folder that you are in was removed; change to another one") from None
-
-
 @contextlib.contextmanager
 def _printed() -> Iterator[None]:
     """Print an error and exit with its status."""
@@ -87,7 +79,7 @@ def _printed() -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
-            _refuse_no_folder()
+            disk.check_current_folder()
             raise
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
