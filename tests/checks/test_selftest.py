@@ -335,6 +335,35 @@ def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested)
     assert "a mean of means" in told
 
 
+@pytest.mark.parametrize("loop", ["autocast", "noise", "closure"])
+@pytest.mark.one_in(3)
+def test_what_a_loop_of_ones_own_may_do_and_is_no_mistake(loop: str, tested: Tested) -> None:
+    changes = {
+        "autocast": [("for epoch in", "torch.set_autocast_enabled('cpu', True)\nfor epoch in")],
+        "noise": [("model(x)", "model(x + torch.randn_like(x))")],
+        "closure": [("SGD(model.parameters(), lr=0.1)", "LBFGS(model.parameters())"), ("        loss.backward()\n", ""),
+                    ("optimizer.step()", "optimizer.step(lambda: loss.backward(retain_graph=True) or loss)")],
+    }[loop]  # fmt: skip
+    status, checks, told = tested(planted(BY_HAND, *changes))
+    assert status == 0, told
+    assert checks["gradients"] == ("ok" if loop == "autocast" else "open"), told
+    why = {"autocast": "in bfloat16, 0.1 is allowed", "noise": "draws random numbers for a step", "closure": "in a closure"}
+    assert why[loop] in " ".join(told.split())
+
+
+@pytest.mark.parametrize("changed", ["autocast", "noise"])
+@pytest.mark.one_in(2)
+def test_what_a_step_function_may_do_and_is_no_mistake(changed: str, tested: Tested) -> None:
+    changes = {
+        "autocast": [("model(x), y, red", "model(x.float()), y, red"), ("max_epochs=4", "max_epochs=4, precision='bf16'")],
+        "noise": [("model(x), y, reduction", "model(x + torch.randn_like(x)), y, reduction")],
+    }[changed]  # fmt: skip
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()"), *changes), ranks="1")
+    assert status == 0, told
+    assert checks["gradients"] == ("ok" if changed == "autocast" else "open"), told
+    assert ("in float32, 0.001 is allowed" if changed == "autocast" else "step_fn draws random") in " ".join(told.split())
+
+
 # --- as a method
 
 

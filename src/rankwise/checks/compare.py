@@ -197,6 +197,9 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         return Finding("gradients", OPEN, f"{', '.join(drawing)} draws random numbers although torch's dropout is switched off",
                        "two forward passes give different results", "switch it off (self.training) and test again")  # fmt: skip
     reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
+    if not reference:
+        return Finding("gradients", OPEN, "the optimizer had no gradients when its first step began",
+                       "it computes them itself, in a closure (LBFGS)")  # fmt: skip
     apart, factors = {}, {}
     for ranks, records in starts.items():
         if ranks == low:
@@ -218,6 +221,12 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
             "gradients", KNOWN, f"the same except for a factor: {told}; in {first['dtype']}",
             "the loss is a sum, or is divided by a fixed number: its gradient shrinks with the number of ranks",
             "none if the global batch grows with the ranks and the learning rate is chosen for that",
+        )  # fmt: skip
+    if any(record["drew"] for records in starts.values() for record in records):
+        return Finding(
+            "gradients", OPEN, f"differ from {evidence}",
+            "the script draws random numbers for a step (noise, time steps, mixup), which differ between ranks",
+            "to compare the gradients, replace these numbers by constants in this test",
         )  # fmt: skip
     if not _first_samples(starts[low]):
         return Finding(

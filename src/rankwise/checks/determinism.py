@@ -2,6 +2,7 @@
 
 with without_dropout(): ...               # torch's own dropout does nothing
 with Draws() as draws: model(x)           # which layers drew random numbers, and the state of the stream
+with Autocasts() as autocasts: model(x)   # autocasts.dtype: "bfloat16"
 """
 
 from __future__ import annotations
@@ -125,3 +126,23 @@ class Draws:
             self._drew[id(module)] = f"{name} ({type(module).__name__})" if name else type(module).__name__
         if not self._open:
             self.passes.append(Pass(at, tuple(self._drew.values())))
+
+
+class Autocasts:
+    """While it is open, notes the type to which torch.autocast rounds in forward passes. `dtype`: the last one, or None."""
+
+    def __init__(self) -> None:
+        self.dtype: str | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> Self:
+        self._hook = register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _note(self, _module: nn.Module, _inputs: Any) -> None:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                self.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")

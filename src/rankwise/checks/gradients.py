@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.checks.determinism import Draws, without_dropout
+from rankwise.checks.determinism import Autocasts, Draws, stream, without_dropout
 from rankwise.checks.difference import TOLERANCES, Difference, difference
 from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.checks.layers import Mixing, first_mixing
@@ -110,11 +110,14 @@ class Gradients:
 
     def _drawing(self) -> Finding | None:
         """Collective. A finding if random numbers make two passes differ."""
-        with without_dropout(), self._exact(), Draws() as draws:
+        before = stream()
+        with without_dropout(), self._exact(), Draws() as draws, Autocasts() as autocasts:
             self._run(self._model, self._whole)
-        layers = sorted({layer for passed in draws.passes for layer in passed.layers})
-        if not layers:
+        if autocasts.dtype is not None and self._dtype != "float64":  # autocast leaves float64 as it is
+            self._dtype, self._tolerance = autocasts.dtype, TOLERANCES.get(autocasts.dtype, 1e-3)
+        if stream() == before:
             return None
+        layers = sorted({layer for passed in draws.passes for layer in passed.layers}) or ["step_fn"]
         return Finding(
             "gradients", OPEN, f"two forward passes give different results: {', '.join(layers)} draws random numbers although "
             "torch's dropout is switched off",

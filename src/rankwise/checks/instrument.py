@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from rankwise.checkpoint import Checkpoints
-from rankwise.checks.determinism import Draws, without_dropout
+from rankwise.checks.determinism import Autocasts, Draws, stream, without_dropout
 from rankwise.checks.settings import RankSettings
 from rankwise.checks.trainer import row_digests
 from rankwise.data import Loader
@@ -89,6 +89,11 @@ class Instrument:
         self._contents: dict[str, str] = {}
         self.gradients: dict[str, Any] = {}
         self._draws = Draws(self._on_forward)
+        self._autocasts = Autocasts()
+        self._stream: str | None = None
+        """The random stream when a loader has given the newest batch."""
+        self._drew = False
+        """Whether the script has drawn random numbers for its first step."""
         self._still_passes = 0
         self._open = ExitStack()
         self._still = ExitStack()
@@ -96,6 +101,7 @@ class Instrument:
     def __enter__(self) -> Self:
         self._open.enter_context(self._draws)
         self._still.enter_context(without_dropout(hold_batchnorm=True))
+        self._still.enter_context(self._autocasts)
         for hook in (register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)):
             self._open.callback(hook.remove)
         iterators = _class_of_iterators()
@@ -152,6 +158,15 @@ class Instrument:
         if torch.is_grad_enabled():
             self._source = batches
 
+    def _note_draws(self) -> None:
+        """Before the first step: whether the script has drawn since `_note_stream`."""
+        if self._stream is not None and not self._taken:
+            self._drew = self._drew or stream() != self._stream
+
+    def _note_stream(self) -> None:
+        """After a loader has given something: it may have drawn."""
+        self._stream = stream() if not self._taken else None
+
     def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         model = self._model if self._model is not None else _module_with(parameters)
@@ -169,8 +184,10 @@ class Instrument:
             self._steps.append({"forwards": self._forwards, "gradients": digests(grads)})
             if not self._taken:
                 self.gradients = {name: g.to("cpu", torch.float64).numpy().copy() for name, g in grads.items()}
-                self._dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+                own = str(next(iter(named.values())).dtype).removeprefix("torch.")
+                self._dtype = self._autocasts.dtype or own
         if not self._taken:
+            self._note_draws()
             self._still_passes = len(self._draws.passes)
             self._still.close()
         self._taken += 1
@@ -202,7 +219,9 @@ class Instrument:
         instrument = self
 
         def iter(self: Any) -> Any:
+            instrument._note_draws()
             iterator = original(self)
+            instrument._note_stream()
             if not type(self.dataset).__module__.startswith("rankwise."):
                 iterator._rankwise_pass = instrument._begin_pass(self)
             return iterator
@@ -258,7 +277,9 @@ class Instrument:
             handed = len(mine.samples)
             if handed >= (instrument._settings.cut if mine.trained else _OTHER_BATCHES):
                 raise StopIteration
+            instrument._note_draws()
             batch = original(self)
+            instrument._note_stream()
             ahead = getattr(self, "_rankwise_ahead", None)
             index = ahead.popleft() if ahead else None
             known = isinstance(index, list) and all(isinstance(i, int) for i in index)
@@ -300,7 +321,9 @@ class Instrument:
                 mine.ahead = len(micro_batches)
                 self._count_missing(mine, loader.accumulate - len(micro_batches))
                 self._took(mine)
+                self._note_stream()
                 yield micro_batches
+                self._note_draws()
 
         return iter
 
@@ -337,6 +360,7 @@ class Instrument:
             "loaders": self._loaders, "passes": [vars(p) for p in self._passes], "batches": self._batches,
             "contents": self._contents,
             "start": self._start, "steps": self._steps, "taken": self._taken, "dtype": getattr(self, "_dtype", "float32"),
+            "drew": self._drew,
             "draws": draws[self._still_passes :], "still": draws[: self._still_passes],
             "norms": [name.removeprefix("module.") for name in norms],
             "bypassed": self._model is not None and id(self._model) in inner, "wrapped": len(wrapped),

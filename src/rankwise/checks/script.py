@@ -163,7 +163,10 @@ def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> l
         return combined([Finding(**found) for n in sorted(starts) for found in starts[n][0]["findings"]])
 
     def gradients(ranks: int, rank: int) -> Arrays:
-        with np.load(folder / f"ranks-{ranks}-rank-{rank}.npz") as file:
+        path = folder / f"ranks-{ranks}-rank-{rank}.npz"
+        if not path.exists():  # there were none
+            return {}
+        with np.load(path) as file:
             return {name: file[name] for name in file.files}
 
     return combined(compare({n: starts[n] for n in sorted(starts)}, gradients))

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests
 from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
+from rankwise.training.step import loss_and_count
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
 """A single rank: the reference for all numbers of ranks."""
@@ -188,7 +189,8 @@ def _gradients(trainer: Trainer) -> Finding:
     exact = promise in ("exact", "summed")
     new_sync = trainer.new_sync if exact else _all_reduce
     times = ranks if promise == "summed" else 1
-    gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, new_sync, whole, parts, times)
+    forward = _exact_forward(trainer, whole)
+    gradients = Gradients(model, optimizer, trainer.step_fn, forward, new_sync, whole, parts, times)
     finding = gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
     if promise == "summed":
         return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, because the strategy sums)")
@@ -199,6 +201,21 @@ def _gradients(trainer: Trainer) -> Finding:
     return replace(
         finding, evidence=f"{finding.evidence} (with AllReduce(); with the strategy, ranks differ between two averages)"
     )
+
+
+def _exact_forward(trainer: Trainer, batch: Any) -> Callable[..., tuple[torch.Tensor, float | torch.Tensor]]:
+    """Collective. Without the Trainer's autocast if step_fn works without it: autocast rounds more than mistakes change."""
+    if trainer.precision.dtype is None:
+        return trainer.forward
+
+    def forward(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        return loss_and_count(trainer.step_fn(model, batch))
+
+    worked = False
+    with contextlib.suppress(Exception), Twin(trainer.state.model, trainer.state.optimizer) as twin:
+        forward(twin.model, batch)[0].backward()  # type: ignore[no-untyped-call]
+        worked = True
+    return forward if comm.all_agree(worked) else trainer.forward
 
 
 def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
