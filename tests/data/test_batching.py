@@ -387,6 +387,12 @@ def test_a_stream_is_cut_by_count_alone() -> None:
             loaders(stream, 1, global_batch_size=None, batches=batches)
 
 
+@pytest.mark.parametrize("lengths", [["3", "x"], [[1], [1, 2]]])
+def test_lengths_that_are_no_numbers_are_a_data_error(lengths: Any) -> None:
+    with pytest.raises(DataError, match=r"^lengths is \[.*; give one number per sample$"):
+        LengthOf(lengths, 2)
+
+
 def test_lengths_that_are_none_are_a_data_error() -> None:
     for lengths, text in (
         (LENGTHS[:5], r"shape \(5,\) for 211 samples"),

@@ -182,6 +182,7 @@ def test_a_resume_anywhere_on_other_ranks_has_the_same_batches() -> None:
     [
         ("blocks", "shuffle='blocks', but list has no attribute `blocks` (rows, window)"),
         ("block", "Loader(shuffle='block'): give True, False,"),
+        (Blocks(7.5, 3), "Loader(shuffle=Blocks(rows=7.5, window=3)): give True, False"),  # type: ignore[arg-type]
         (Blocks(0, 3), "Loader(shuffle=Blocks(rows=0, window=3)): give True, False"),
     ],
 )

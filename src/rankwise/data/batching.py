@@ -362,7 +362,10 @@ class LengthOf:
             self._ask = lengths
             self._known: Lengths = np.full(samples, np.nan)
             return
-        self._known = np.asarray(lengths, dtype=np.float64)
+        try:
+            self._known = np.asarray(lengths, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise DataError(f"lengths is {shown(lengths)}; give one number per sample") from None
         if self._known.shape != (samples,):
             raise DataError(f"lengths has the shape {self._known.shape} for {samples} samples; give one number per sample")
         self._check(np.arange(samples))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import ConfigError, DataError
-from rankwise.host.arguments import Argument
+from rankwise.host.arguments import FROM_ONE, Argument
 
 Indices = npt.NDArray[np.int64]
 Positions = TypeVar("Positions", range, Indices)
@@ -120,7 +120,9 @@ class Blocks(NamedTuple):
 
 
 SHUFFLE = Argument(
-    lambda value: isinstance(value, bool) or value == "blocks" or (isinstance(value, Blocks) and min(value) > 0),
+    lambda value: (
+        isinstance(value, bool) or value == "blocks" or (isinstance(value, Blocks) and all(map(FROM_ONE.accepts, value)))
+    ),
     'True, False, "blocks" (if the dataset has an attribute `blocks`), or rankwise.data.Blocks(rows, window)',
 )
 
