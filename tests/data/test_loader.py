@@ -536,6 +536,13 @@ def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ra
     assert changed.accumulate == 4  # the user's wish, on the same number of ranks
 
 
+@pytest.mark.parametrize("state", [None, {}, [], {"epoch": 1, "position": 0}])
+def test_a_state_of_something_else_is_refused(state: Any) -> None:
+    loader = Loader(Items(12), batch_size=2)
+    with pytest.raises(ConfigError, match=r"load_state_dict\(state=.*\): give what state_dict\(\) of a Loader returned"):
+        loader.load_state_dict(state)
+
+
 class OfLengthOne(Items):
     lengths = (1,) * 40
 

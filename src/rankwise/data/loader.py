@@ -24,7 +24,7 @@ from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
-from rankwise.data.order import SHUFFLE, Blocks, Order, in_blocks_of, order_of, share
+from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
@@ -39,6 +39,10 @@ from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTIO
 _BATCHES = Argument(
     lambda value: isinstance(value, LengthBatches) or (hasattr(value, "__iter__") and not isinstance(value, str)),
     "LengthBatches(...), or a batch sampler that yields lists of indices, each a global batch",
+)
+_STATE = Argument(
+    lambda value: isinstance(value, dict) and {"samples", "seed", "shuffle", "ranks", "epoch", "position"} <= value.keys(),
+    "what state_dict() of a Loader returned",
 )
 _MOVED = {
     "world": "leave it out; the Loader calls rankwise.init() at its first use",
@@ -458,17 +462,12 @@ class Loader:
             **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
         }
 
-    def _take_blocks(self, order: Order, recorded: object) -> None:
-        """The dataset may have had other blocks when the run began, which keeps its order."""
-        self._order = in_blocks_of(order, recorded)
-        if self._order is not order:
-            log.say(f"resuming with the checkpoint's shuffle, {self._order.shuffle}, instead of {order.shuffle}")
-            self._batching = self._cut()
-
+    @takes(state=_STATE)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
         if self._order is not None and self._has_own_blocks:
-            self._take_blocks(self._order, state["shuffle"])
+            self._order = in_blocks_of(self._order, state["shuffle"])
+            self._batching = self._cut()
         common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state
         for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
+from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import FROM_ONE, Argument
 
@@ -165,10 +166,12 @@ def order_of(dataset: object, samples: int | None, seed: int, shuffle: bool | st
 
 
 def in_blocks_of(order: Order, shuffle: object) -> Order:
-    """The order in the blocks that a checkpoint has recorded as `shuffle`; the same object if there are none, or the same."""
+    """The order in the blocks that a checkpoint has recorded as `shuffle`: a run keeps those that it began with, if the dataset
+    proposes others. The same object if they are the same, or none are recorded."""
     found = re.fullmatch(r"in blocks of (\d+), (\d+) at a time", str(shuffle))
     if found is None or shuffle == order.shuffle:
         return order
+    log.say(f"resuming with the checkpoint's shuffle, {shuffle}, instead of {order.shuffle}")
     return BlockOrder(order.samples, order.seed, found[0], int(found[1]), int(found[2]))
 
 
