@@ -9,7 +9,7 @@ import pytest
 from batches import loaders
 
 from rankwise.data import Blocks, Loader
-from rankwise.data.order import BlockOrder, _Cut, order_of
+from rankwise.data.order import BlockOrder, _BlockLayout, order_of
 from rankwise.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_a_part_of_files_has_their_blocks(start: int, stop: int) -> None:
     part = of_files(101).of_part(start, stop, 5)
     assert sorted(part.indices(0, 0, stop - start)) == list(range(stop - start))
     whole = [0, 8, 10, 11, 19, 27, 35, *range(40, 101, 8)]
-    begins, sizes = _Cut(part.samples, part.rows, part.lead, part.starts).of(np.arange(len(whole)))
+    begins, sizes = _BlockLayout(part.samples, part.rows, part.lead, part.starts).of(np.arange(len(whole)))
     there = [start, *(begin for begin in whole if start < begin < stop)]
     assert (begins[: len(there)] + start).tolist() == there
     assert sizes[: len(there)].sum() == stop - start

@@ -133,7 +133,8 @@ class Loader:
         self._dataset = dataset
         samples = length(dataset)
         check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
-        self._order, self._has_own_blocks = order_of(dataset, samples, seed, shuffle), shuffle == "blocks"
+        self._order = order_of(dataset, samples, seed, shuffle)
+        self._in_own_blocks = self._order if shuffle == "blocks" else None
         check_split(split, dataset, samples is None, batches)
         self._split = split
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
@@ -465,8 +466,9 @@ class Loader:
     @takes(state=_STATE)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
-        if self._order is not None and self._has_own_blocks:
-            self._order = in_blocks_of(self._order, state["shuffle"])
+        if (own := self._in_own_blocks) and (order := in_blocks_of(own, state["shuffle"])) is not own:
+            log.say(f"resuming with the checkpoint's shuffle, {order.shuffle}, instead of {own.shuffle}")
+            self._order = order
             self._batching = self._cut()
         common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import FROM_ONE, Argument
 
@@ -89,7 +88,7 @@ class BlockOrder(Order):
 
     def _computed(self, epoch: int, start: int, stop: int) -> Indices:
         samples, seed, window = self.samples, self.seed, self.window
-        cut = _Cut(samples, self.rows, self.lead, self.starts)
+        cut = _BlockLayout(samples, self.rows, self.lead, self.starts)
         blocks, windows = _blocks(cut, seed, epoch, window)
         found = []
         for number in range(np.searchsorted(windows, start, "right") - 1, np.searchsorted(windows, stop, "left")):
@@ -171,7 +170,6 @@ def in_blocks_of(order: Order, shuffle: object) -> Order:
     found = re.fullmatch(r"in blocks of (\d+), (\d+) at a time", str(shuffle))
     if found is None or shuffle == order.shuffle:
         return order
-    log.say(f"resuming with the checkpoint's shuffle, {shuffle}, instead of {order.shuffle}")
     return BlockOrder(order.samples, order.seed, found[0], int(found[1]), int(found[2]))
 
 
@@ -206,7 +204,7 @@ def _run(order: Order, epoch: int, k: int) -> Indices:
     return order._computed(epoch, k * _RUN, min((k + 1) * _RUN, order.samples))
 
 
-class _Cut(NamedTuple):
+class _BlockLayout(NamedTuple):
     """How a BlockOrder cuts its samples into blocks."""
 
     samples: int
@@ -239,7 +237,7 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=_CACHED)
-def _blocks(cut: _Cut, seed: int, epoch: int, window: int) -> tuple[Indices, Indices]:
+def _blocks(cut: _BlockLayout, seed: int, epoch: int, window: int) -> tuple[Indices, Indices]:
     """(the blocks in the order of the epoch, the positions at which each window starts, and the end of the last one)."""
     count = cut.blocks
     order = _shuffled(np.arange(count, dtype=np.int64), count, seed, epoch)

@@ -7,6 +7,7 @@ def main() -> None: ...
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
