@@ -104,6 +104,25 @@ def test_a_variable_that_mpirun_would_set_for_the_ranks_is_set_in_the_command_to
     assert done.stderr.endswith("; type: A=1 B='a b' rankwise run --nproc 2 train.py\n")
 
 
+def test_accelerates_precision_is_set_for_the_ranks(rankwise) -> None:
+    done = rankwise("run", "accelerate", "launch", "--mixed_precision=bf16", "--num_processes", "2", "train.py")
+    assert done.stderr.endswith("; type: ACCELERATE_MIXED_PRECISION=bf16 rankwise run --nproc 2 train.py\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("accelerate launch --num_processes 2 --config_file c.yaml train.py", "--config_file"),
+        ("mpirun -np 2 --report-bindings python train.py", "--report-bindings"),
+        ("--nproc 2 torchrun --nnodes=2 --foo=3 train.py --bar", "--foo"),
+    ],
+)
+def test_an_option_of_another_launcher_without_a_counterpart_is_named(rankwise, line: str, option: str) -> None:
+    done = rankwise("run", *line.split())
+    assert done.returncode == 2
+    assert f"for another launcher, whose option {option} has no counterpart here; remove this option" in done.stderr
+
+
 def test_grid_engines_hard_is_not_taken_for_a_request_of_help(rankwise) -> None:
     done = rankwise("run", "--on", "sge", "-hard", "-l", "h_vmem=15G", "-pe", "mpi", "8", "train.py")
     assert (done.returncode, done.stdout) == (2, "")

@@ -35,6 +35,11 @@ class Translated:
 def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
     """Raises ConfigError, with the whole command to type, if a word is an option of another launcher."""
     found = translated(words, ours)
+    if found is not None and (unknown := _unknown(found.words, ours)):
+        raise ConfigError(
+            f"{', '.join(found.theirs)}: part of a command for another launcher, whose option {unknown} has no counterpart "
+            f"here; remove this option, or choose one of: {typed('run', '--help')}"
+        )
     if found is not None:
         meant = " ".join([*found.variables, typed("run", *found.words)])
         raise ConfigError(f"{', '.join(found.theirs)}: part of a command for another launcher; type: {meant}")
@@ -63,8 +68,8 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
             values = [value] if glued else words[position + 1 : position + 1 + count]
             if not (plain in _COUNT_ALL and hosts_named):
                 typed += _filled(text, values)
-            if plain in SETS_VARIABLES and "=" in values[0]:
-                variables.append(_assignment(values[0]))
+            if plain in SETS_VARIABLES and "=" in (set_to := SETS_VARIABLES[plain].format(*values)):
+                variables.append(_assignment(set_to))
         else:
             return None
         position += 1 + count
@@ -74,6 +79,19 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
         if (rest := translated(script, ours)) is not None:
             theirs, script, variables = [*theirs, *rest.theirs], list(rest.words), [*variables, *rest.variables]
     return Translated(tuple(theirs), (*typed, *script), tuple(variables)) if theirs else None
+
+
+def _unknown(words: Sequence[str], ours: Mapping[str, bool]) -> str | None:
+    """The first option before the script that neither `rankwise run` nor SPELLINGS has."""
+    position = 0
+    while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-m"):
+        name, glued, _ = words[position].partition("=")
+        plain = name[:2] + name[2:].replace("_", "-")
+        values = SPELLINGS[plain][0] if plain in SPELLINGS else int(ours.get(name, False))
+        if plain not in SPELLINGS and name not in ours and (name.startswith("--") or name[:2] not in ours):
+            return name
+        position += 1 if glued else 1 + values
+    return None
 
 
 def _assignment(word: str) -> str:

@@ -9,8 +9,8 @@ COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
 MODULES = ("torch.distributed.launch", "torch.distributed.run")
 """How a command line of another launcher begins: with a command, or with a module after `python -m`."""
 
-SETS_VARIABLES = ("-x",)
-"""Options whose value may set a variable (`-x NCCL_DEBUG=INFO`)."""
+SETS_VARIABLES = {"-x": "{0}", "--mixed-precision": "ACCELERATE_MIXED_PRECISION={0}"}
+"""Options whose value may set a variable of the ranks (`-x NCCL_DEBUG=INFO`)."""
 
 SPELLINGS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun
@@ -63,6 +63,7 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "--main-process-ip": (1, "--master-addr {0}"),
     "--main-process-port": (1, "--master-port {0}"),
     "--multi-gpu": (0, ""),
+    "--mixed-precision": (1, ""),
     # a script's own Slurm mode
     "-slurm": (0, "--on slurm"),
     "-slurm-nnodes": (1, "--nodes {0}"),
