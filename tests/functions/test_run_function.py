@@ -429,6 +429,12 @@ except RuntimeError as error:
     assert done.stderr == ""
 
 
+def test_a_caller_may_have_no_standard_streams() -> None:
+    source = "import os, rankwise; open('found', 'w').write(str(rankwise.run_function(os.getenv, ('WORLD_SIZE',), nproc=1)))"
+    subprocess.run(["/bin/sh", "-c", 'exec "$1" -c "$2" <&- >&- 2>&-', "sh", sys.executable, source])
+    assert Path("found").read_text() == "['1']"
+
+
 # --- a queue
 
 

@@ -8,6 +8,7 @@ run.status();  run.result(timeout_s=3600);  run.cancel()
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -293,8 +294,8 @@ def _error(kind: str, message: str) -> RankwiseError:
 
 def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int, int]:
     """(the launcher, a pipe that stops it when closed, the pipe of its reply)."""
-    theirs_in, lifeline = os.pipe()
-    replies, theirs_out = os.pipe()
+    theirs_in, lifeline = _pipe()
+    replies, theirs_out = _pipe()
     command = [
         sys.executable,
         *private_names.interpreter_flags(),
@@ -308,8 +309,8 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=None if _is_descriptor(sys.stdout, 1) else subprocess.PIPE,
-            stderr=None if _is_descriptor(sys.stderr, 2) else subprocess.PIPE,
+            stdout=_stream(sys.stdout, 1),
+            stderr=_stream(sys.stderr, 2),
             pass_fds=(theirs_in, theirs_out),
             # This process passes Ctrl-C on, once; the launcher must not get it from the terminal or the notebook too.
             start_new_session=True,
@@ -322,13 +323,24 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
     return process, lifeline, replies
 
 
-def _is_descriptor(stream: Any, fd: int) -> bool:
-    """Whether the stream is this descriptor of the process. In a notebook it is not: output of a child would appear
-    elsewhere."""
+def _pipe() -> tuple[int, int]:
+    """(reader, writer). Not one of the numbers of the standard streams, which may be closed: the launcher has its own there."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in ends]
+    for fd in ends:
+        os.close(fd)
+    return moved[0], moved[1]
+
+
+def _stream(stream: Any, fd: int) -> int | None:
+    """For Popen: what a child writes to instead of `stream`, whose descriptor is `fd`. In a notebook the stream is not that
+    descriptor: output of a child would appear elsewhere. If Python was started without it, the stream is None."""
+    if stream is None:
+        return subprocess.DEVNULL
     try:
-        return bool(stream.fileno() == fd)
+        return None if stream.fileno() == fd else subprocess.PIPE
     except (AttributeError, OSError, ValueError):
-        return False
+        return subprocess.PIPE
 
 
 def _pump(source: IO[bytes], sink: Any) -> None:
