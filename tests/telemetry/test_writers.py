@@ -164,3 +164,10 @@ def test_a_metric_with_the_name_of_a_key_of_each_line_is_refused() -> None:
             match=r"^a metric cannot be called 'step': each line of metrics\.jsonl has this key; give it another name$",
         ):
             add({"step": 3.0})
+
+
+def test_a_metric_whose_name_is_a_number_is_refused_where_it_is_measured() -> None:
+    model = torch.nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"^the name of the metric 3 is not a string; give a name, such as 'class_3'$"):
+        state.measure({3: 0.5})  # type: ignore[dict-item]

@@ -133,6 +133,8 @@ class TrainState:
 
 def _number(name: str, value: Any) -> float:
     """Of a tensor or a number of NumPy, too. Raises ConfigError for anything else."""
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of the metric {name!r} is not a string; give a name, such as {f'class_{name}'!r}")
     if name in _OF_EACH_LINE:
         raise ConfigError(f"a metric cannot be called {name!r}: each line of metrics.jsonl has this key; give it another name")
     if isinstance(value, int | float):
