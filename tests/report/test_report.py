@@ -283,3 +283,10 @@ def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
             assert "run first in runs/first" in capsys.readouterr().out
     with pytest.raises(RunDirError, match="the runs here: first, second"):
         print_report(None)
+
+
+def test_a_folder_in_place_of_the_metrics_has_none(run: RunDir) -> None:
+    live(run, attempt())
+    run.metrics.mkdir()
+    assert sections(run)[0] == f"run train in {run.path}"
+    assert "step" not in report(run)

@@ -398,9 +398,10 @@ class RunDir:
             raise RunDirError(f"{self.begun} cannot be read ({error}); start from scratch with --fresh") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt."""
-        records = []
-        if self.metrics.exists():
+        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt. None if
+        it is a folder: then training has lost its metrics."""
+        records: list[dict[str, Any]] = []
+        if self.metrics.is_file():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, RecursionError):
                     record = json.loads(line)
