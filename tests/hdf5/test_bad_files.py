@@ -337,6 +337,20 @@ def test_a_file_that_was_replaced_by_one_with_other_lengths_is_not_read_by_the_o
         _ = dataset[1]
 
 
+@pytest.mark.parametrize("mode", ["w", "r+", "a"])
+def test_a_file_that_this_process_is_still_writing_is_refused(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    written(path, "map", 0)
+    with h5py.File(path, mode) as file:
+        rows = file.create_dataset("z", (1000, 4), "f4")
+        for row in range(1000):
+            rows[row] = row  # most are not in the file yet
+        with pytest.raises(DataError, match=r"x\.h5 is being written: this process has it open for writing; close it first"):
+            HDF5Dataset(path, fields="z")
+        rows[3] = 7  # it is still open
+    assert HDF5Dataset(path, fields="z")[3].tolist() == [7] * 4
+
+
 def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     written(tmp_path / "x.h5", "map", 0)

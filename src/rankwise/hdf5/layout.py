@@ -167,7 +167,11 @@ def open_file(path: str) -> Any:
     """An open h5py.File. Files on a file system without locks can also be read."""
     h5py = need_h5py()
     if not is_remote(path):
-        return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # no cache: whole chunks are read, once
+        file = h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # no cache: whole chunks are read, once
+        if file.id.get_intent() & h5py.h5f.ACC_RDWR:  # HDF5 shares what it has not written yet, but only with its own reads
+            file.close()
+            raise DataError(f"{path} is being written: this process has it open for writing; close it first (file.close())")
+        return file
     file = h5py.File(RemoteFile(path), "r", rdcc_nbytes=0)
     _remote.add(file)
     return file
