@@ -21,6 +21,7 @@ import torch
 
 from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+from rankwise.hdf5 import writer as writer_module
 
 
 def written(path: Path, samples: Iterable[dict[str, Any]], **ways: Any) -> HDF5Dataset:
@@ -207,6 +208,27 @@ def test_an_exception_a_discard_and_no_sample_leave_nothing(tmp_path: Path) -> N
         pass
     HDF5Writer(tmp_path / "x.h5").discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sample_that_an_interrupt_has_cut_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = writer_module._Spool.add
+    calls = []
+
+    def interrupted(spool: Any, value: Any) -> None:
+        add(spool, value)
+        calls.append(spool.name)
+        if len(calls) == 8:  # the second of three fields of the third sample
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer_module._Spool, "add", interrupted)
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        with contextlib.suppress(KeyboardInterrupt):
+            for number in range(10):
+                writer.add(x=np.full(1 + number, number), tag=str(number), y=number)
+        writer.add(x=np.full(5, 9), tag="9", y=9)
+    dataset = HDF5Dataset(tmp_path / "x.h5")
+    assert [sample["x"].tolist() for sample in map(dataset.__getitem__, range(3))] == [[0], [1, 1], [9] * 5]
+    assert (dataset[:]["tag"], dataset[:]["y"].tolist()) == (["0", "1", "9"], [0, 1, 9])
 
 
 def test_a_file_that_is_there_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:

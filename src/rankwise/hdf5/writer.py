@@ -131,6 +131,10 @@ class HDF5Writer:
         except OSError as error:
             self.discard()
             raise DataError(f"{self._given} cannot be written: {_reason(error)}") from None
+        except BaseException:  # Ctrl-C, after which a script may close what it has written so far
+            for spool in self._fields.values():
+                spool.cut(self._samples)
+            raise
         self._samples += 1
 
     def _open_spools(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -318,6 +322,14 @@ class _Spool:
         self.file.write(content)
         self.bytes += len(content)
         self.lengths.append(len(value) if value.ndim else 1)
+
+    def cut(self, samples: int) -> None:
+        """Keep only this number of samples."""
+        del self.lengths[samples:], self.texts[samples:]
+        if not self.is_text:
+            self.bytes = sum(self.lengths) * nbytes(self.row_shape, self.dtype)
+            self.file.seek(self.bytes)
+            self.file.truncate()
 
     @property
     def is_uneven(self) -> bool:
