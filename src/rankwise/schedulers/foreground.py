@@ -84,6 +84,7 @@ def _command(path: str) -> list[str]:
     with contextlib.suppress(ValueError, OSError):
         words = shlex.split(text.partition("\n")[2])
         if text == _only_starts(os.getcwd(), words[6:]):
+            os.fsencode("".join(words))  # an error in a locale that does not have these letters: the shell takes the bytes
             return words[6:]
     first = text.partition("\n")[0]
     return [*(first[2:].split() if first.startswith("#!") else ["/bin/sh"]), path]
