@@ -107,6 +107,8 @@ def _examine_command(program: Program) -> Program:
     if shutil.which(command) is None:
         path = f"./{command}" if command.startswith("-") else command  # otherwise it would look like an option
         hint = f"; for a Python script, type: {typed('run', path, *program.argv[1:])}" if command.endswith(".py") else ""
+        if not hint and "/" not in command and os.access(command, os.X_OK) and Path(command).is_file():
+            hint = f"; for the file in this folder, type: {typed('run', '--', f'./{command}', *program.argv[1:])}"
         raise ConfigError(f"there is no command {command} (it is not on the PATH, or cannot be executed){hint}")
     return program
 
