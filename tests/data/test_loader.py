@@ -536,6 +536,12 @@ def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ra
     assert changed.accumulate == 4  # the user's wish, on the same number of ranks
 
 
+@pytest.mark.parametrize("kind", [Items, torch.utils.data.IterableDataset])
+def test_a_class_is_no_dataset(kind: Any) -> None:
+    with pytest.raises(DataError, match=rf"^the dataset is the class {kind.__name__}; give an object of it: "):
+        Loader(kind, batch_size=2)
+
+
 @pytest.mark.parametrize("state", [None, {}, [], {"epoch": 1, "position": 0}])
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
     loader = Loader(Items(12), batch_size=2)

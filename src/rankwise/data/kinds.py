@@ -30,6 +30,8 @@ def length(dataset: Any) -> int | None:
     """The number of samples of a map-style dataset; None for a stream. Raises DataError if it is neither, and for an empty
     dataset."""
     name = type(dataset).__name__
+    if isinstance(dataset, type):
+        raise DataError(f"the dataset is the class {dataset.__name__}; give an object of it: {dataset.__name__}(...)")
     if isinstance(dataset, DataLoader):
         raise DataError(
             "a DataLoader does not shard by itself; give its dataset, and give the batch size to the Trainer or Loader"
