@@ -840,7 +840,7 @@ def bf16(folder: Path) -> tuple[Flat, str]:
 
 def test_a_run_that_goes_on_in_other_numerics_says_so(tmp_path: Path) -> None:
     assert (
-        "results may differ in their last bits,\n  because this has changed: precision fp32 -> bf16"
+        "results may differ from those of an uninterrupted run,\n  because this has changed: precision fp32 -> bf16"
         in on_ranks(2, bf16, tmp_path)[0][1]
     )
 

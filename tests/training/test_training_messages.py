@@ -36,7 +36,8 @@ def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> Non
     [first, second] = messages.resumed(state, saved, now, same_ranks=True)
     assert first == "resuming from step 12 (epoch 4)"
     assert second == (
-        "results may differ in their last bits,\n  because this has changed: torch 2.6 -> 2.7, reduction flat -> ddp"
+        "results may differ from those of an uninterrupted run,\n"
+        "  because this has changed: torch 2.6 -> 2.7, reduction flat -> ddp"
     )
     assert messages.resumed(state, saved, {"torch": "2.6", "reduction": "ddp"}, same_ranks=False) == [first]
     earlier, today = "one all-reduce of 9 B a step", "one all-reduce of 9 B per step"

@@ -37,7 +37,7 @@ def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any],
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
     passed_over = () if same_ranks else ("reduction",)  # it depends on the number of ranks, which is printed anyway
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
-    changed = f"results may differ in their last bits, because this has changed: {', '.join(differs)}"
+    changed = f"results may differ from those of an uninterrupted run, because this has changed: {', '.join(differs)}"
     return [*lines, in_lines(changed)] if differs else lines
 
 
