@@ -285,7 +285,7 @@ def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
         print_report(None)
 
 
-def test_a_folder_in_place_of_the_metrics_has_none(run: RunDir) -> None:
+def test_a_folder_instead_of_the_metrics_file_has_none(run: RunDir) -> None:
     live(run, attempt())
     run.metrics.mkdir()
     assert sections(run)[0] == f"run train in {run.path}"
