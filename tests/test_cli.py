@@ -254,7 +254,8 @@ def test_the_modules_of_a_verb_are_loaded_only_when_it_is_called() -> None:
     source = "import sys, rankwise.cli; print(sorted(name for name in sys.modules if name.startswith('rankwise')))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert re.findall(r"rankwise\.([\w.]+)", done.stdout) == [
-        "cli", "errors", "host", "host.terminal", "host.text", "launch", "launch.command_line", "stop", "stop.early",
+        "cli", "errors", "host", "host.disk", "host.terminal", "host.text", "launch", "launch.command_line", "stop",
+        "stop.early",
     ]  # fmt: skip
 
 
