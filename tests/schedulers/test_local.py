@@ -10,7 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from rankwise.run.plan import Host, Plan
+from rankwise.schedulers import foreground
 from rankwise.schedulers.local import ThisMachine
 
 local = ThisMachine()
@@ -140,3 +143,18 @@ def test_what_is_bound_to_its_launcher_ends_with_it(tmp_path: Path) -> None:
         assert os.getsid(int(job)) == int(job)
         launcher.kill()
     assert ended(job)
+
+
+def test_words_that_the_locale_does_not_have_reach_the_agent_through_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LC_ALL=C PYTHONUTF8=0 rankwise run --name ü`. From a folder with such letters, Python itself does not start there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.sh").write_text(local.render(plan(str(tmp_path))))
+    assert foreground._command(str(tmp_path / "job.sh"))[0] == sys.executable
+
+    def ascii_alone(text: str) -> bytes:
+        raise UnicodeEncodeError("ascii", text, 0, 1, "ordinal not in range(128)")
+
+    monkeypatch.setattr(os, "fsencode", ascii_alone)
+    assert foreground._command(str(tmp_path / "job.sh")) == ["/bin/sh", str(tmp_path / "job.sh")]
