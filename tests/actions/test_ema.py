@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -144,13 +145,13 @@ def test_a_buffer_that_the_first_pass_creates_is_in_the_average_too() -> None:
 
 def with_an_average_that_nothing_updates(folder: Path) -> list[str]:
     told: list[str] = []
-    log.warning_once = told.append  # type: ignore[assignment]
-    for name in ("forgotten", "given"):
-        model = make_model()
-        ema = EMA(model)
-        evaluation = Evaluate(data(), model=ema, name=name, every_steps=1)
-        actions = [evaluation, ema] if name == "given" else [evaluation]
-        trainer(folder / name, model=model, max_epochs=None, max_steps=3, actions=actions).fit()
+    with mock.patch.object(log, "warning_once", told.append):
+        for name in ("forgotten", "given"):
+            model = make_model()
+            ema = EMA(model)
+            evaluation = Evaluate(data(), model=ema, name=name, every_steps=1)
+            actions = [evaluation, ema] if name == "given" else [evaluation]
+            trainer(folder / name, model=model, max_epochs=None, max_steps=3, actions=actions).fit()
     return told
 
 

@@ -26,6 +26,7 @@ from rankwise.checks.twin import Twin
 from rankwise.dist import comm, private_names
 from rankwise.host.text import listed
 from rankwise.sync import SyncStrategy
+from rankwise.training.model import buffers_of_batch_norms
 from rankwise.training.optimizer import outside
 
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
@@ -270,8 +271,7 @@ class Gradients:
     def _changing(self) -> list[str]:
         """The buffers that a forward pass changes, except those of batch norms."""
         model = self._fresh()
-        kinds = private_names.batch_norms()
-        norms = {name for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers(prefix=at)}
+        norms = buffers_of_batch_norms(model)
         before = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name not in norms}
         with torch.no_grad():
             self._run(model, self._whole)

@@ -105,13 +105,12 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
     known = [
         key for key in (*(field.name for field in fields(RunConfig)), *options) if key not in (*_OF_SCRIPTS, *_OF_NO_FUNCTION)
     ]
-    found = {key: value for key, value in given.items() if value is not None}  # False too: the site file may say True
-    for key in [*found]:
-        if key in _OF_NO_FUNCTION and not is_given(found[key]):
-            del found[key]
-        elif key in _OF_NO_FUNCTION:
+    # False too, because the site file may say True; but not for what a function does not have.
+    found = {key: value for key, value in given.items() if is_given(value) or not (value is None or key in _OF_NO_FUNCTION)}
+    for key in found:
+        if key in _OF_NO_FUNCTION:
             raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
-        elif key not in known:
+        if key not in known:
             raise ConfigError(f"{key}={found[key]!r}: not a setting of a run; the settings are: {', '.join(known)}")
     if type(found.get("nproc")) is int:  # a number is accepted, as well as its text
         found["nproc"] = str(found["nproc"])

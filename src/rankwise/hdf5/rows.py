@@ -352,8 +352,7 @@ class TextRows(_Lazy):
         with opened(where.file) as file:
             values: Array = file[where.name][...]
         if values.dtype.kind == "S" and values.dtype.itemsize > _WIDE:
-            longest = int(np.char.str_len(values).max(initial=1))
-            values = values.astype(f"S{max(longest, 1)}")
+            values = values.astype(f"S{np.char.str_len(values).max(initial=1)}")
         return values.reshape(where.shape)
 
     def _decoded(self, rows: npt.NDArray[np.int64]) -> Array:

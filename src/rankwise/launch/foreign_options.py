@@ -57,7 +57,7 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
         if words[position] == "-m" and words[position + 1 : position + 2] and words[position + 1] in MODULES:
             break
         name, glued, value = words[position].partition("=")
-        plain = name[:2] + name[2:].replace("_", "-")
+        plain = _plain(name)
         count, text = SPELLINGS.get(plain, (0, ""))
         if name in ours or (name[:2] in ours and not name.startswith("--") and plain not in SPELLINGS):
             count = 1 if ours.get(name, False) and not glued else 0
@@ -81,12 +81,17 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
     return Translated(tuple(theirs), (*typed, *script), tuple(variables)) if theirs else None
 
 
+def _plain(name: str) -> str:
+    """As SPELLINGS has it: torchrun and Accelerate take `_` for `-`."""
+    return name[:2] + name[2:].replace("_", "-")
+
+
 def _unknown(words: Sequence[str], ours: Mapping[str, bool]) -> str | None:
     """The first option before the script that neither `rankwise run` nor SPELLINGS has."""
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-m"):
         name, glued, _ = words[position].partition("=")
-        plain = name[:2] + name[2:].replace("_", "-")
+        plain = _plain(name)
         values = SPELLINGS[plain][0] if plain in SPELLINGS else int(ours.get(name, False))
         if plain not in SPELLINGS and name not in ours and (name.startswith("--") or name[:2] not in ours):
             return name

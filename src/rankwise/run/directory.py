@@ -24,7 +24,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -198,6 +198,18 @@ class Job(_Record):
         return {**self.options, "id": self.id}
 
 
+@contextlib.contextmanager
+def _reading(record: str, cure: str) -> Iterator[None]:
+    """Raises RunDirError for a record that is not what this version writes. A PermissionError stays: the record is of another
+    user, and intact, so the advice to remove it would be wrong."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirError(f"{record} cannot be read ({error}); {cure}") from None
+
+
 class RunDir:
     """The paths of one run, and its records."""
 
@@ -341,17 +353,10 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """Every attempt so far, the newest last."""
-        try:
+        cure = "remove that file to resume from the checkpoints, or start from scratch with --fresh"
+        with _reading(f"{self.world}, the record of this run's attempts,", cure), contextlib.suppress(FileNotFoundError):
             return [Attempt.of(record) for record in json.loads(self.world.read_text())["lives"]]
-        except FileNotFoundError:
-            return []
-        except PermissionError:  # of another user: it is intact, and removing it would lose the record
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirError(
-                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove that file to resume from "
-                "the checkpoints, or start from scratch with --fresh"
-            ) from None
+        return []
 
     def begin_attempt(
         self,
@@ -398,8 +403,8 @@ class RunDir:
             raise RunDirError(f"{self.begun} cannot be read ({error}); start from scratch with --fresh") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt. None if
-        it is a folder: then training has lost its metrics."""
+        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt. There
+        are none if it is a folder: then training has lost its metrics."""
         records: list[dict[str, Any]] = []
         if self.metrics.is_file():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -411,16 +416,10 @@ class RunDir:
 
     def read_job(self) -> Job | None:
         """The last job that was queued for this run; None if there was none."""
-        try:
+        cure = "if no job of this run is queued or running, remove it"
+        with _reading(str(self.queued), cure), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return Job.of(json.loads(self.queued.read_text()))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except PermissionError:
-            raise
-        except (OSError, ValueError, TypeError) as error:
-            raise RunDirError(
-                f"{self.queued} cannot be read ({error}); if no job of this run is queued or running, remove it"
-            ) from None
+        return None
 
     def write_job(self, job: Job | None) -> None:
         """None: this run no longer belongs to a queued job."""
@@ -430,14 +429,9 @@ class RunDir:
             write_json(self.queued, asdict(job))
 
     def read_failure(self) -> Failure | None:
-        try:
+        with _reading(str(self.failure), "remove it"), contextlib.suppress(FileNotFoundError):
             return Failure.of(json.loads(self.failure.read_text()))
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            raise
-        except (OSError, ValueError, TypeError) as error:
-            raise RunDirError(f"{self.failure} cannot be read ({error}); remove it") from None
+        return None
 
     def write_failure(self, failure: Failure | None) -> None:
         """None removes the failure of an earlier attempt."""

@@ -49,6 +49,7 @@ SHELL = ("/bin/bash", "-p")
 """The shell before an agent. dash, the /bin/sh of Debian, drops the variables whose names are not identifiers, for example the
 functions that bash exports (`module`). -p: it reads no BASH_ENV."""
 
+
 _CHECK = (
     '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; '
     'exec "$@"'
@@ -62,6 +63,11 @@ def agent(run_dir: str = "") -> str:
     """
     words = [*AGENT, *([run_dir] if run_dir else [])]
     return f"{shlex.join([*SHELL, '-c', _CHECK, 'bash'])} \\\n  {shlex.join(words)}"
+
+
+def in_foreground(folder: str, command: str) -> str:
+    """A script that becomes this command, which starts agents. `command`: shell code, with `agent` in it."""
+    return f"#!{' '.join(SHELL)}\ncd {shlex.quote(folder)} || exit 2\nexec {command}\n"
 
 
 def enter(folder: str) -> str:

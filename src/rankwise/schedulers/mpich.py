@@ -11,7 +11,7 @@ from typing import ClassVar
 from rankwise.run.plan import Plan
 from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.host_names import NamesHosts
-from rankwise.schedulers.job import SHELL, agent
+from rankwise.schedulers.job import agent, in_foreground
 from rankwise.schedulers.options import NODES
 from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import (
@@ -85,8 +85,7 @@ class Mpich(Launcher, NamesHosts, Foreground):
         mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
         # </dev/null does not give every agent an end of file: those after the first would wait for the end of their stdin
         # forever.
-        start = f"exec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null"
-        return f"#!{' '.join(SHELL)}\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
+        return in_foreground(plan.cwd, f"{shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null")
 
     def _another_launcher(self, env: Mapping[str, str]) -> Ranks:
         """PMI's rank and size without a local rank: another launcher that uses PMI. Nothing shows which device this process may

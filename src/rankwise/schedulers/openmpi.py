@@ -13,7 +13,7 @@ from rankwise.run.plan import Plan
 from rankwise.schedulers.counting import Counting
 from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.host_names import NamesHosts
-from rankwise.schedulers.job import SHELL, agent
+from rankwise.schedulers.job import agent, in_foreground
 from rankwise.schedulers.options import NODES
 from rankwise.schedulers.protocols import FROM_USER_SIGNALS, USER_SIGNALS
 from rankwise.schedulers.ranks import Ranks, without
@@ -72,8 +72,7 @@ class OpenMpi(Counting, NamesHosts, Foreground):
         # mpirun passes PATH on by itself. -x passes the variables that a Python may need to start and to find rankwise, only if
         # they are set: otherwise mpirun warns.
         export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
-        start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
-        return f"#!{' '.join(SHELL)}\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
+        return in_foreground(plan.cwd, f"{shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null")
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         """Raises ConfigError for root: Open MPI refuses to run as root unless two variables are set."""

@@ -33,7 +33,7 @@ from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums, Tail
 from rankwise.sync.strategy import Held, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
-from rankwise.training.model import buffers_kept, check_unwrapped, give_own_elements
+from rankwise.training.model import buffers_kept, buffers_of_batch_norms, check_unwrapped, give_own_elements
 from rankwise.training.optimizer import align_state
 from rankwise.training.precision import LossScale
 
@@ -400,9 +400,8 @@ class AllReduce(NeedsAttach):
 
     def _tell_what_differs(self, own: Mapping[str, torch.Tensor]) -> None:
         """Collective. Warn once of buffers that each rank computes from its own samples. Of a BatchNorm this is known."""
-        model, kinds = self._trained.model, private_names.batch_norms()
-        usual = {name for at, m in model.named_modules() if isinstance(m, kinds) for name, _ in m.named_buffers(prefix=at)}
-        differ = {name for names in comm.all_gather_object(list(own)) for name in names} - usual
+        differ = {name for names in comm.all_gather_object(list(own)) for name in names}
+        differ -= buffers_of_batch_norms(self._trained.model)
         if differ:
             self._told_buffers = True
             log.warn(

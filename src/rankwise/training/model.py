@@ -81,6 +81,12 @@ def _trains_batch_norm(model: nn.Module) -> bool:
     return any(modes) or (bool(modes) and not any(module.training for module in model.modules()))
 
 
+def buffers_of_batch_norms(model: nn.Module) -> set[str]:
+    """The names of the buffers that its batch norms have."""
+    norms = ((at, module) for at, module in model.named_modules() if isinstance(module, private_names.batch_norms()))
+    return {name for at, module in norms for name, _ in module.named_buffers(prefix=at)}
+
+
 def is_synced(model: nn.Module) -> bool:
     """Whether its forward pass waits for other ranks: then each rank must have a sample in every micro-batch."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
