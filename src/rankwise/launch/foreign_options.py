@@ -6,6 +6,7 @@ found.theirs, found.words        # ("-np 4", "-x PATH", "python"), ("--nproc", "
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ from rankwise.host.terminal import typed
 from rankwise.schedulers.spellings import COMMANDS, MODULES, SETS_VARIABLES, SPELLINGS
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_COUNT_ALL = ("-np", "--np", "-n", "--num-proc")
-"""Options for the total number of ranks, which a list of hosts gives already."""
+_HOSTS = ("-H", "--host", "--hosts", "--hostfile")
+_NODES = ("-N", "--nodes", "--nnodes", "--num-machines")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:
     """None if no word belongs to another launcher, or if an option is unknown. `ours`: each option, and whether a value
     follows."""
-    hosts_named = any(word.partition("=")[0] in ("-H", "--host", "--hosts", "--hostfile") for word in words)
+    nodes = _nodes(words)
     theirs: list[str] = []
     typed: list[str] = []
     variables: list[str] = []
@@ -66,8 +67,7 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
             count = 0 if glued else count
             theirs.append(shlex.join(words[position : position + 1 + count]))
             values = [value] if glued else words[position + 1 : position + 1 + count]
-            if not (plain in _COUNT_ALL and hosts_named):
-                typed += _filled(text, values)
+            typed += _filled(text, values, nodes)
             if plain in SETS_VARIABLES and "=" in (set_to := SETS_VARIABLES[plain].format(*values)):
                 variables.append(_assignment(set_to))
         else:
@@ -120,7 +120,27 @@ def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [], list(words)
 
 
-def _filled(text: str, values: Sequence[str]) -> list[str]:
-    host, _, port = (values[0] if values else "").rpartition(":")
-    gres = (values[0] if values else "").removeprefix("gpu:")
-    return [word.format(*values, host=host or port, port=port if host else "29500", gres=gres) for word in text.split()]
+def _nodes(words: Sequence[str]) -> int | None:
+    """How many nodes the command names; None if hosts are listed, each with its number of ranks."""
+    nodes = 1
+    before_script = itertools.takewhile(lambda word: not word.endswith(".py"), words)
+    for word, after in itertools.pairwise([*before_script, ""]):
+        name, glued, value = word.partition("=")
+        if name in _HOSTS:
+            return None
+        given = value if glued else after
+        if _plain(name) in _NODES and given.isdecimal() and int(given) > 0:
+            nodes = int(given)
+    return nodes
+
+
+def _filled(text: str, values: Sequence[str], nodes: int | None) -> list[str]:
+    value = values[0] if values else ""
+    host, _, port = value.rpartition(":")
+    each = value
+    if "{each}" in text and nodes != 1 and value.isdecimal():
+        if nodes is None or int(value) % nodes:
+            return []  # the hosts' own numbers hold, or no number fits every node
+        each = str(int(value) // nodes)
+    host, port, gres = host or port, port if host else "29500", value.removeprefix("gpu:")
+    return [word.format(*values, each=each, host=host, port=port, gres=gres) for word in text.split()]

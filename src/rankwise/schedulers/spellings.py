@@ -26,10 +26,10 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "--monitor-interval": (1, ""),
     "--max-restarts": (1, "--max-restarts {0}"),
     # mpirun, horovodrun
-    "-np": (1, "--nproc {0}"),
-    "--np": (1, "--nproc {0}"),
-    "-n": (1, "--nproc {0}"),
-    "--num-proc": (1, "--nproc {0}"),
+    "-np": (1, "--nproc {each}"),
+    "--np": (1, "--nproc {each}"),
+    "-n": (1, "--nproc {each}"),
+    "--num-proc": (1, "--nproc {each}"),
     "-x": (1, ""),  # ranks get the environment of the command, on other hosts too
     "-bind-to": (1, ""),
     "--bind-to": (1, ""),
@@ -46,7 +46,7 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     # srun, sbatch
     "-N": (1, "--nodes {0}"),
     "--ntasks-per-node": (1, "--nproc {0}"),
-    "--ntasks": (1, "--nproc {0}"),
+    "--ntasks": (1, "--nproc {each}"),
     "--gres": (1, "--gpus-per-node {gres}"),
     "-J": (1, "--name {0}"),
     "--job-name": (1, "--name {0}"),
@@ -57,7 +57,7 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "-notify": (0, ""),
     "-pe": (2, "--pe {0} --slots {1}"),
     # accelerate launch
-    "--num-processes": (1, "--nproc {0}"),
+    "--num-processes": (1, "--nproc {each}"),
     "--num-machines": (1, "--nodes {0}"),
     "--machine-rank": (1, "--node-rank {0}"),
     "--main-process-ip": (1, "--master-addr {0}"),
@@ -73,4 +73,5 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "-slurm-timeout": (1, "--time {0}"),
     "-gpus": (1, "--gpus {0}"),
 }
-"""By spelling (with `-` for `_`): how many values the option takes, and the same option here; empty if none is needed."""
+"""By spelling (with `-` for `_`): how many values the option takes, and the same option here; empty if none is needed.
+`{each}`: the value is the total number of ranks, and the option here the number on each node."""
