@@ -35,7 +35,7 @@ PACKAGES = {
     "sync": "errors host dist training",
     "agent": "errors host run ipc schedulers",
     "launch": "errors host run ipc schedulers dist sync",
-    "report": "host run schedulers dist",
+    "report": "errors host run schedulers dist",
     "checkpoint": "errors host run dist training report",
     "actions": "errors host ipc dist stop telemetry training sync",
     "evaluation": "errors host dist data telemetry training sync actions",

@@ -89,7 +89,7 @@ def test_help_mentions_every_option_that_there_is() -> None:
     assert options == {
         "--nproc", "--nproc-per-node", "--nproc_per_node",
         "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
-        "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "run",
+        "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "runs",
         "--join-timeout", "--node-wait", "--stop-after", "--checkpoint-scope", "--sync", "--dry-run", "--wait",
     }  # fmt: skip
 
@@ -209,7 +209,7 @@ def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, scri
         (["run", "--grace", "x", "train.py"], "--grace 'x': it must be a number"),
         (["logs", "--rank", "1.5"], "--rank '1.5': it must be a whole number"),
         (["logs", "--rank", "1", "--all"], "--all and --rank 1: give one of the two"),
-        (["report", "a", "bcd"], "bcd: more arguments than report takes; type: rankwise report [RUN]"),
+        (["status", "a", "bcd"], "bcd: more arguments than status takes; type: rankwise status [RUN]"),
         (["checkpoint", "export"], "--to is missing; type: rankwise checkpoint export --to FILE"),
         (["selftest"], "SCRIPT.py is missing; type: rankwise selftest SCRIPT.py [ITS ARGUMENTS]..."),
     ],

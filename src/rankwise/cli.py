@@ -276,15 +276,16 @@ def cancel(run: str | None) -> None:
 
 
 @main.command()
-@click.argument("run", metavar="[RUN]", required=False)
-def report(run: str | None) -> None:
+@click.argument("runs", metavar="[RUN]...", nargs=-1)
+def report(runs: tuple[str, ...]) -> None:
     """Show what a run did: attempts, loss, where its time went.
 
-    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run. Of several runs, it shows how fast they
+    were: whether more ranks helped.
     """
     from rankwise.report.terminal import print_report
 
-    print_report(run)
+    print_report(runs)
 
 
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.report.terminal import print_report, report, table
+from rankwise.report.table import table
+from rankwise.report.terminal import print_report, report
 from rankwise.run.directory import Attempt, Failure, RunDir, find_run, write_json
 
 
@@ -82,7 +83,7 @@ def test_runs_that_were_moved_aside_are_had_by_name_alone(run: RunDir, tmp_path:
 
 def test_the_report_is_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     live(run, attempt())
-    print_report("train")
+    print_report(["train"])
     assert capsys.readouterr().out == report(find_run("train", "report")) + "\n"
 
 
@@ -273,16 +274,16 @@ def test_columns_are_as_wide_as_their_widest_cell_figures_to_the_right_words_to_
 
 def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunDirError, match=r"there is no run under .*/runs; type: rankwise report PATH$"):
-        print_report(None)
+        print_report([])
     for name in ("first", "second"):
         run = RunDir(Path("runs", name))
         run.prepare(fresh=False)
         run.begin_attempt(1, ("train.py",))
         if name == "first":
-            print_report(None)
+            print_report([])
             assert "run first in runs/first" in capsys.readouterr().out
     with pytest.raises(RunDirError, match="the runs here: first, second"):
-        print_report(None)
+        print_report([])
 
 
 def test_a_folder_instead_of_the_metrics_file_has_none(run: RunDir) -> None:

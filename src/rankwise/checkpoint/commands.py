@@ -26,7 +26,7 @@ from rankwise.checkpoint.retention import Best, find_best_figure
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.host.disk import fsync
 from rankwise.host.text import count, seconds_of, short, size, stamp
-from rankwise.report.terminal import table
+from rankwise.report.table import table
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """A report of what a run did, on one screen of text.
 
-print_report("train")        # ./runs/train, or any folder
+print_report(["train"])      # ./runs/train, or any folder
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.host.text import clock, stamp
+from rankwise.report.speed import compare, speeds
+from rankwise.report.table import table
 from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
@@ -19,9 +21,13 @@ _COLUMNS = 80
 _LEAST_ROOM = 20
 
 
-def print_report(run: str | None) -> None:
-    """Raises RunDirError if there is no run of that name, or if no name is given and there are several runs."""
-    print(report(find_run(run, "report"), shutil.get_terminal_size().columns))
+def print_report(runs: Sequence[str]) -> None:
+    """Of one run; of several, how fast they were. Raises RunDirError if there is no run of that name, or if no name is given
+    and there are several runs."""
+    if len(runs) > 1:
+        print(compare(runs))
+    else:
+        print(report(find_run(runs[0] if runs else None, "report"), shutil.get_terminal_size().columns))
 
 
 def report(run: RunDir, columns: int = _COLUMNS) -> str:
@@ -31,6 +37,8 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     figures = run.read_metrics()
     if figures:
         sections += [_course(figures), _time(figures)]
+    if compared := speeds(run):
+        sections.append(compared)
     if saved := run.saved():
         sections.append(f"checkpoints: {', '.join(saved)}")
     failure = run.read_failure()
@@ -114,19 +122,3 @@ def _time(figures: Sequence[dict[str, Any]]) -> str:
     for name, seconds in [("computing", computing), *sorted(parts.items(), key=lambda item: -item[1])]:
         rows.append([clock(seconds), f"{100 * seconds / total:.1f}%", name])
     return table(rows)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right, words to the left."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [all(_is_figure(cell) for cell in column[1:]) for column in columns]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _is_figure(cell: str) -> bool:
-    return not cell or cell in ("nan", "inf", "-inf") or (cell[0] in "0123456789-+." and not cell[-1:].isalpha())
