@@ -39,7 +39,7 @@ PACKAGES = {
     "checkpoint": "errors host run dist training report",
     "actions": "errors host ipc dist stop telemetry training sync",
     "evaluation": "errors host dist data telemetry training sync actions",
-    "trainer": "errors host run dist data stop telemetry training sync checkpoint actions evaluation",
+    "trainer": "errors host run report dist data stop telemetry training sync checkpoint actions evaluation",
     "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
     "functions": "errors host run ipc schedulers dist stop launch",
     "cli": "errors run schedulers dist launch report checkpoint checks",

@@ -58,6 +58,7 @@ from rankwise.host.arguments import (
     takes,
 )
 from rankwise.host.text import in_lines
+from rankwise.report.speed import since_change
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
@@ -422,6 +423,9 @@ class Trainer:
         if not self.world.is_main:
             return
         where = self._saving.folder
+        if state.step > self._begun_at:
+            for line in since_change(self.run):
+                self.progress.say(line)
         if self.stop.signum:
             argv = [] if self.world.run_dir is not None else sys.orig_argv  # if there is a launcher, it prints the command
             for line in messages.stopped(state, where or self.checkpoints.folder, argv):

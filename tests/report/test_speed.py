@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.report.speed import compare, measured, speeds
+from rankwise.report.speed import compare, measured, since_change, speeds
 from rankwise.report.terminal import print_report, report
 from rankwise.run.directory import Attempt, NodeRecord, RunDir, write_json
 
@@ -47,6 +47,7 @@ def test_the_report_shows_whether_more_ranks_were_faster_and_what_took_the_rest(
         "  lost time is 94% all-reduce, 6% data wait",
     ]
     assert speeds(run) in report(run)
+    assert since_change(run) == speeds(run).splitlines()[3:]
 
 
 def test_computing_that_takes_longer_per_sample_is_a_cause(tmp_path: Path) -> None:
@@ -57,9 +58,22 @@ def test_computing_that_takes_longer_per_sample_is_a_cause(tmp_path: Path) -> No
     )
 
 
-def test_ranks_that_are_as_fast_as_they_should_be_need_no_sentence(tmp_path: Path) -> None:
+def test_nothing_is_lost_if_the_ranks_are_as_fast_as_they_should_be(tmp_path: Path) -> None:
     run = made(tmp_path, "train", {1: (1, 1), 2: (2, 1)}, [interval(1, 10, 100), interval(2, 10, 195)])
-    assert len(speeds(run).splitlines()) == 3
+    assert since_change(run) == ["2 ranks on 1 node: 1.95 times as fast as 1 rank on 1 node, ideal is 2"]
+
+
+def test_an_attempt_is_compared_with_the_last_one_of_another_size(tmp_path: Path) -> None:
+    rates = [interval(life, 10, rate) for life, rate in enumerate((100, 150, 200, 70), start=1)]
+    run = made(tmp_path, "train", {1: (1, 1), 2: (2, 1), 3: (4, 2), 4: (2, 2)}, rates)
+    assert since_change(run)[0].startswith("2 ranks on 2 nodes: 0.35 times as fast as 4 ranks on 2 nodes, ideal is 0.5; the")
+
+
+def test_a_run_that_has_trained_does_not_fail_because_its_records_cannot_be_read(tmp_path: Path) -> None:
+    run = made(tmp_path, "train", {1: (4, 1), 2: (8, 2)}, SLOW + FASTER)
+    run.world.write_text("{")
+    assert since_change(run) == []
+    assert since_change(made(tmp_path, "none", {}, [])) == []
 
 
 def test_evaluation_and_saves_do_not_count_as_slow_training(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """How fast runs train on different numbers of ranks: whether more of them helped, and where the rest of the time went.
 
 speeds(run)                  # of one run whose attempts had different numbers of ranks or nodes
+since_change(run)            # of its last attempt, compared with the last one of another size
 compare(["one", "two"])      # of several runs
 """
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,18 @@ def speeds(run: RunDir) -> str:
     return text(found, named=False) if len(found) > 1 else ""
 
 
+def since_change(run: RunDir) -> list[str]:
+    """A sentence in lines; none if no attempt before the last one had another number of ranks or nodes, or if a record cannot
+    be read: this must not end a run that has trained."""
+    with contextlib.suppress(RunDirError, OSError):
+        sizes = list(_sizes(run).values())
+        if others := [size for size in sizes if size != sizes[-1]]:
+            found = {(speed.ranks, speed.nodes): speed for speed in measured(run)}
+            if {sizes[-1], others[-1]} <= found.keys():
+                return _sentence(found[others[-1]], found[sizes[-1]], named=False)
+    return []
+
+
 def compare(names: Sequence[str]) -> str:
     """Raises RunDirError if there is no run of this name, or if it has not recorded its speed."""
     found: list[Speed] = []
@@ -68,10 +82,15 @@ def compare(names: Sequence[str]) -> str:
     return text(found, named=True)
 
 
+def _sizes(run: RunDir) -> dict[int, tuple[int, int]]:
+    """The ranks and nodes of each attempt."""
+    return {attempt.life: (attempt.ranks, max(len(attempt.parts), 1)) for attempt in run.attempts()}
+
+
 def measured(run: RunDir) -> Iterator[Speed]:
     """For each number of ranks and nodes that the attempts of this run had. The first interval of an attempt does not count,
     because it starts slowly, unless it is the only one."""
-    had = {attempt.life: (attempt.ranks, max(len(attempt.parts), 1)) for attempt in run.attempts()}
+    had = _sizes(run)
     sums: dict[tuple[int, int], dict[str, float]] = {}
     for life, records in groupby(run.read_metrics(), lambda record: record.get("life")):
         intervals = list(_intervals(records))
@@ -104,8 +123,7 @@ def _intervals(records: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, float
 
 
 def text(found: Sequence[Speed], named: bool) -> str:
-    """A table, and a sentence for each row that is slower than its ranks promise, compared with the first row, which has the
-    fewest. `named`: with the names of the runs."""
+    """A table, and a sentence for each row but the first, which has the fewest ranks. `named`: with the names of the runs."""
     base, *others = order = sorted(found, key=lambda speed: (speed.ranks, speed.nodes))
     rows = [["run"] * named + ["ranks", "nodes", "samples/s", "speed-up", "per rank", "all-reduce", "data wait"]]
     for speed in order:
@@ -113,21 +131,20 @@ def text(found: Sequence[Speed], named: bool) -> str:
         numbers = [str(speed.ranks), str(speed.nodes), f"{speed.samples_per_s:.4g}", f"{gain:.2f}"]
         shares = [gain * base.ranks / speed.ranks, speed.share("all-reduce"), speed.share("data wait")]
         rows.append([speed.run] * named + numbers + [f"{100 * share:.1f}%" for share in shares])
-    lines = [line for speed in others for line in _explained(base, speed, named)]
-    return "\n".join([table(rows), *lines])
+    return "\n".join([table(rows), *(line for speed in others for line in _sentence(base, speed, named))])
 
 
-def _explained(base: Speed, speed: Speed, named: bool) -> list[str]:
-    """Which part of the time takes longer per sample; empty if the speed is as good as it should be."""
+def _sentence(base: Speed, speed: Speed, named: bool) -> list[str]:
+    """How fast it is compared with `base`, and, if it should be faster, which part of the time takes longer per sample."""
     gain, ideal = speed.samples_per_s / base.samples_per_s, speed.ranks / base.ranks
-    if gain > (1 - _LEAST) * ideal:
-        return []
-    lost = {part: speed.per_sample_s(part) - base.per_sample_s(part) for part in {*base.parts_s, *speed.parts_s}}
-    whole = sum(max(seconds, 0.0) for seconds in lost.values())
-    order = sorted(((seconds / whole, part) for part, seconds in lost.items() if seconds >= _LEAST * whole), reverse=True)
-    causes = listed(f"{100 * share:.0f}% {_COMPUTING_TEXT if part == _COMPUTING else part}" for share, part in order)
     here, there = (f"{_size(each)}{f' ({each.run})' * named}" for each in (speed, base))
-    sentence = f"{here}: {gain:.2f} times as fast as {there}, ideal is {ideal:.4g}; the lost time is {causes}"
+    sentence = f"{here}: {gain:.2f} times as fast as {there}, ideal is {ideal:.3g}"
+    if gain < (1 - _LEAST) * ideal:
+        lost = {part: speed.per_sample_s(part) - base.per_sample_s(part) for part in {*base.parts_s, *speed.parts_s}}
+        whole = sum(max(seconds, 0.0) for seconds in lost.values())
+        order = sorted(((seconds / whole, part) for part, seconds in lost.items() if seconds >= _LEAST * whole), reverse=True)
+        causes = listed(f"{100 * share:.0f}% {_COMPUTING_TEXT if part == _COMPUTING else part}" for share, part in order)
+        sentence += f"; the lost time is {causes}"
     return textwrap.wrap(sentence, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
