@@ -131,6 +131,26 @@ def test_only_the_first_steps_are_watched() -> None:
     assert CHANGED not in on_ranks(1, steps, "one buffer", "clip", 1, 16, 17)[0]
 
 
+def late_pass_through(way: str) -> None:
+    """After many steps of its own, a discriminator gets gradients of its generator's first step."""
+    generator, discriminator = nn.Linear(3, 3), nn.Linear(3, 2)
+    of_both = [WAYS[way]().attach(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in (generator, discriminator)]
+    noise = torch.ones(4, 3)
+    for _ in range(20):
+        of_both[1].backward(discriminator(noise).square().sum(), 4, last=True)
+        of_both[1].step()
+    of_both[0].backward(discriminator(generator(noise)).sum(), 4, last=True)
+    of_both[0].step()
+    of_both[1].backward(discriminator(noise).square().sum(), 4, last=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(2)
+def test_gradients_of_another_model_are_an_error_also_if_they_come_late(way: str) -> None:
+    with pytest.raises(RankError, match="gradients of another backward pass"):
+        on_ranks(2, late_pass_through, way)
+
+
 def in_place_steps(change: str) -> str:
     in_place._SMALL_BYTES = 0
     return steps("one buffer", change, 2)

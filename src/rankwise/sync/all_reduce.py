@@ -246,7 +246,7 @@ class AllReduce(NeedsAttach):
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
-        if self._watch.is_on:
+        if self._watch.is_on or len(_attached) > 1:  # of several models, one may pass through another at any time
             self._watch.before_pass(self._reduction, is_first=not self._called)
         if self._reduction.begun:
             raise StepError("backward() was called after the micro-batch with last=True; give last=True to the last one only")

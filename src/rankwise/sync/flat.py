@@ -181,14 +181,18 @@ class _Buffer:
             )
 
     def has_gradients(self) -> bool:
-        """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too."""
+        """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too. If they are the
+        same, this waits for no device."""
         if self._holds_all() and not self._has_moved():
-            return bool(self.gradient.any())
+            return self._may_have_changed() and bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def drop(self) -> None:
-        if self._version_of is None or self._versions_now() != self._versions or not self._holds_all():
+        if self._may_have_changed() or not self._holds_all():
             self.clear()
+
+    def _may_have_changed(self) -> bool:
+        return self._version_of is None or self._versions_now() != self._versions
 
     def clear(self) -> None:
         self.flat.zero_()

@@ -1,4 +1,5 @@
 """In the first steps, notices what a script does to gradients outside of `backward` and `step`: it does so in each step.
+What the loss of another model leaves in them is looked for in each step: it may begin late.
 
 watch = GradientWatch()
 watch.before_pass(reduction, is_first=True);  loss_sum.backward();  watch.after_pass(reduction.parameters, count)
