@@ -25,3 +25,25 @@ def test_a_count_that_does_not_grow_with_the_samples_is_a_warning(capsys: pytest
 @pytest.mark.parametrize("count", [len, lambda batch: torch.zeros(())])
 def test_a_first_micro_batch_without_a_label_is_no_reason_for_a_warning(count: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert said_of(count, capsys) == ""
+
+
+class Recurrent(nn.Module):
+    """Continues with the hidden state of the batch before, as for a long text that is cut into batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(2, 3)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.hidden if self.hidden is not None and len(self.hidden) == len(x) else None
+        self.hidden = self.cell(x, before).detach()
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.hidden
+
+
+def test_the_look_leaves_no_hidden_state_to_the_first_step() -> None:
+    model = Recurrent()
+    warn_of_means(lambda model, batch: (model(batch).sum(), len(batch)), model, [torch.ones(4, 2)])
+    assert model.hidden is None
+    assert not hasattr(model, "calls")

@@ -17,7 +17,7 @@ from torch import nn
 from rankwise.dist import comm, log
 from rankwise.dist.device import each_tensor, tensors_in, with_values
 from rankwise.errors import StepError
-from rankwise.training.model import buffers_kept, is_synced, numbers_kept, unmoved
+from rankwise.training.model import attributes_kept, buffers_kept, is_synced, unmoved
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
@@ -35,7 +35,7 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
         return
     found = []
     try:
-        with unmoved(model), buffers_kept(model), numbers_kept(model), torch.no_grad():
+        with unmoved(model), buffers_kept(model), attributes_kept(model), torch.no_grad():
             for part in parts:
                 total, count = forward(model, part)
                 found.append((float(total), float(count)))

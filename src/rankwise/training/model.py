@@ -150,14 +150,16 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def numbers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the numbers, texts and flags that are attributes of a module (for example a count of its calls) afterwards."""
-    kinds = (bool, int, float, str)
-    kept = [(vars(module), {k: v for k, v in vars(module).items() if type(v) in kinds}) for module in model.modules()]
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the attributes of each module are the same objects again: a count of its calls, the hidden state that a
+    recurrent layer keeps for the next batch. What was written into such an object stays."""
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
         for attributes, values in kept:
+            for name in attributes.keys() - values.keys():
+                del attributes[name]
             attributes.update(values)
 
 
