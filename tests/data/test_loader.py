@@ -142,6 +142,14 @@ def test_an_epoch_without_end_goes_on_into_the_next() -> None:
     assert got == reference(7, 5, 0, 25)
 
 
+def test_a_loop_over_epochs_around_the_loop_over_the_loader_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = Loader(Items(8), global_batch_size=4, max_epochs=1)
+    assert len(list(loader)) == 2
+    assert capsys.readouterr().out == ""
+    assert list(loader) == []
+    assert "a loop over a Loader got no batch, because its max_epochs=1 were over" in capsys.readouterr().out
+
+
 def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     assert flat(all_of(Items(13), 2, shuffle=False)) == list(range(13))
 

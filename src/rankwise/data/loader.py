@@ -23,7 +23,7 @@ import torch
 from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
-from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
+from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split, warn_of_end
 from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
@@ -136,14 +136,12 @@ class Loader:
         self._order = order_of(dataset, samples, seed, shuffle)
         self._in_own_blocks = self._order if shuffle == "blocks" else None
         check_split(split, dataset, samples is None, batches)
-        self._split = split
-        self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
+        self._split, self._batch_size, self._asked_size, self._batches = split, batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
         """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
         micro-batch in the checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
-        num_workers = max(num_workers, workers or 0)  # the old name of num_workers
-        self._workers = Workers(num_workers, prefetch_factor, pin_memory, worker_init_fn, timeout)
+        self._workers = Workers(max(num_workers, workers or 0), prefetch_factor, pin_memory, worker_init_fn, timeout)
         self._collate_fn = collate_fn
         self._steps = 0  # of the current epoch
         self._asked_device = torch.device(device) if device is not None else None
@@ -335,6 +333,8 @@ class Loader:
     def _left(self) -> Iterator[list[Any]]:
         if self._world.world_size > 1:
             comm.check_together("a Loader gives each rank its own part of the data")
+        if self.finished and self.taken:
+            warn_of_end(self.max_epochs)
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
         while not self.finished:
             began = time.perf_counter()
