@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
 
 from rankwise.actions import Plateau
+from rankwise.actions.of_trainer import Actions
 from rankwise.errors import ConfigError
 from rankwise.training.state import TrainState
 
@@ -77,3 +78,13 @@ def test_a_scheduler_of_another_optimizer_is_an_error_because_it_would_change_no
     with pytest.raises(ConfigError, match="ReduceLROnPlateau does not belong to the Trainer's optimizer"):
         Plateau(ReduceLROnPlateau(other)).attach(SimpleNamespace(state=state))
     Plateau(ReduceLROnPlateau(state.optimizer)).attach(SimpleNamespace(state=state))
+
+
+def test_it_can_be_saved_beside_the_scheduler_of_a_warm_up(state: TrainState) -> None:
+    warm_up = LinearLR(state.optimizer, total_iters=2)
+    plateau = Plateau(ReduceLROnPlateau(state.optimizer), name="plateau")
+    assert {"scheduler": warm_up, "plateau": plateau}.items() <= Actions([plateau], warm_up).saved({}).items()
+    with pytest.raises(
+        ConfigError, match="Plateau has the name 'scheduler', which the Trainer itself uses; give it another: name="
+    ):
+        Actions([Plateau(ReduceLROnPlateau(state.optimizer))], warm_up).saved({})

@@ -115,7 +115,7 @@ class Actions:
             if name in own:
                 raise ConfigError(
                     f"the action {type(action).__name__} has the name {name!r}, which the Trainer itself uses; give it "
-                    "another name"
+                    "another: name=..."
                 )
         return {**own, **self.named}
 

@@ -16,15 +16,14 @@ from rankwise.training.state import TrainState
 
 
 class Plateau:
-    """An action: step the scheduler with each measurement of `metric`. Saved and resumed like the Trainer's scheduler.
-    `Trainer(scheduler=ReduceLROnPlateau(...))` uses one on `eval_loss`."""
+    """An action: step the scheduler with each measurement of `metric`. Saved and resumed under `name`, by default that of the
+    Trainer's scheduler: beside one (a warm-up), give another name. `Trainer(scheduler=ReduceLROnPlateau(...))` uses one on
+    `eval_loss`."""
 
-    name = "scheduler"
-
-    @takes(scheduler=instance(ReduceLROnPlateau, "torch's ReduceLROnPlateau"), metric=TEXT)
-    def __init__(self, scheduler: ReduceLROnPlateau, metric: str = "eval_loss") -> None:
+    @takes(scheduler=instance(ReduceLROnPlateau, "torch's ReduceLROnPlateau"), metric=TEXT, name=TEXT)
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: str = "eval_loss", name: str = "scheduler") -> None:
         self.scheduler = scheduler
-        self.metric = metric
+        self.metric, self.name = metric, name
         self._measured = Measured("Plateau", metric)
 
     def attach(self, trainer: Any) -> None:
