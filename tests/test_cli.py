@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -270,6 +271,19 @@ def test_the_end_of_an_agent_is_the_launchers_own_to_collect(rankwise, tmp_path:
     monkeypatch.setenv("PATH", f"{git.parent}:{os.environ['PATH']}")
     done = rankwise("run", "--nproc", "1", str(script))
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_caller_that_ignores_the_end_of_its_children_gets_the_status_of_the_run(rankwise: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(5)")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the command inherits this
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "script.py"], stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    said = process.communicate()[1]
+    assert process.returncode == 5, said
 
 
 def test_a_folder_whose_name_is_no_utf_8_is_no_traceback(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ def start() -> None:
     would not help."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller has set it to be ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A caller that ignores SIGCHLD passes this on, and the kernel would throw away the exit status of each child of ours.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     from rankwise.cli import main
 
     main(prog_name="rankwise")
