@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -251,4 +252,20 @@ def test_the_traceback_of_a_rank_that_raised_is_kept_back(tmp_path: Path) -> Non
     (tmp_path / "log").write_bytes(b"before\nTraceback ...")
     assert follower.read() == b"before"
     assert follower.read() == b""
+    follower.close()
+
+
+@pytest.mark.parametrize("why", [errno.ESTALE, errno.EIO])
+def test_a_log_that_a_file_server_does_not_give_is_shown_later_and_ends_nothing(
+    why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(why, os.strerror(why))
+
+    follower = LogFollower(tmp_path / "log", tmp_path / "none")
+    (tmp_path / "log").write_bytes(b"one\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", refuse)
+        assert follower.read() == b""
+    assert follower.read() == b"one\n"
     follower.close()

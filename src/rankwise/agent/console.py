@@ -32,7 +32,10 @@ class LogFollower:
 
         The traceback of a rank that raised is kept back: it is printed once at the end, if that rank is the cause.
         """
-        data = os.pread(self._fd, _CHUNK, self._position)
+        try:
+            data = os.pread(self._fd, _CHUNK, self._position)
+        except OSError:  # of a file server: the log was removed on another host, or the server does not answer
+            data = b""
         # Asked after the read: the traceback may have been written just before it.
         data = data[: max(self._raised_at() - self._position, 0)]
         self._position += len(data)

@@ -246,7 +246,7 @@ class RunDir:
         return self.logs / f".rank-{rank}.begins"
 
     def log_tail(self, rank: int, most_bytes: int) -> bytes:
-        """The end of a rank's output in the last attempt; empty if its host does not share this folder."""
+        """The end of a rank's output in the last attempt; empty if it cannot be read, or its host does not share this folder."""
         begins = 0
         with contextlib.suppress(OSError, ValueError):
             begins = int(self._log_begins(rank).read_text())
@@ -254,7 +254,7 @@ class RunDir:
             with open(self.log(rank), "rb") as file:
                 file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, begins))
                 return file.read()
-        except FileNotFoundError:
+        except OSError:
             return b""
 
     def saved(self) -> list[str]:
