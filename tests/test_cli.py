@@ -286,6 +286,14 @@ def test_a_caller_that_ignores_the_end_of_its_children_gets_the_status_of_the_ru
     assert process.returncode == 5, said
 
 
+def test_another_user_of_the_group_can_resume_a_run_in_a_shared_folder(rankwise: Run, tmp_path: Path) -> None:
+    """The umask decides who may write in the logs, which each attempt continues."""
+    (tmp_path / "script.py").write_text("")
+    assert rankwise("run", "--nproc", "2", "script.py", umask=0o002).returncode == 0
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "runs" / "script" / "logs").iterdir()}
+    assert modes == dict.fromkeys(("rank-0.log", "rank-1.log", ".rank-0.stacks", ".rank-1.stacks"), 0o664)
+
+
 def test_a_folder_whose_name_is_no_utf_8_is_no_traceback(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path) + b"/a\xff"
     Path(os.fsdecode(folder)).mkdir()

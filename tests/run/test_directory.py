@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,6 +68,21 @@ def test_a_write_that_fails_leaves_the_older_file_and_no_temporary_one(tmp_path:
         write_text(path, "text")
     assert names(tmp_path) == ["in the way"]
     assert names(path) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["", "logs", "telemetry", "checkpoints", "logs/rank-0.log", "logs/.rank-0.stacks"])
+def test_what_another_user_has_made_in_the_folder_is_named_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "train")
+    run.prepare(fresh=False)
+    for path in (run.log(0), run.stacks(0)):
+        path.touch()
+    run.checkpoints.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != run.path / name)
+    said = f"train is not writable{f' ({name} belongs to user {os.getuid()})' if name else ''}; choose another with --run-dir"
+    with pytest.raises(RunDirError, match=re.escape(said)):
+        run.prepare(fresh=False)
 
 
 def test_a_write_into_no_folder_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class LogFollower:
     """Reads one log file from its current end on: complete lines, each with `prefix`; without a prefix, bytes as they come."""
 
     def __init__(self, log: Path, exception: Path, prefix: str = "") -> None:
-        self._fd = os.open(log, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(log, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._position = os.lseek(self._fd, 0, os.SEEK_END)
         self._exception = exception
         self._prefix = prefix.encode()

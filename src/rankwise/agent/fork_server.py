@@ -220,7 +220,7 @@ def _become_rank(spec, agent, middle=None):
     _die_with(agent)
     os.environ.clear()
     os.environ.update(spec["environment"])
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -235,7 +235,7 @@ def _become_rank(spec, agent, middle=None):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=2)
     # The agent asks for stacks with this signal in a stall. Not USR1 or USR2: schedulers and scripts use those.
-    stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
     faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
     sys.meta_path.insert(0, collective_notes.AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))

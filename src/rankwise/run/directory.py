@@ -246,7 +246,7 @@ class RunDir:
         return self.logs / f".rank-{rank}.begins"
 
     def log_tail(self, rank: int, most_bytes: int) -> bytes:
-        """The end of a rank's output in the last attempt; empty if it cannot be read, or its host does not share this folder."""
+        """The end of a rank's output in the last attempt; empty if it cannot be read, or not on this host."""
         begins = 0
         with contextlib.suppress(OSError, ValueError):
             begins = int(self._log_begins(rank).read_text())
@@ -310,8 +310,7 @@ class RunDir:
                 f"the run directory {self.path} cannot be created or written ({error.strerror}: {error.filename}); "
                 "choose another with --run-dir PATH"
             ) from None
-        if not os.access(self.path, os.W_OK):
-            raise RunDirError(f"the run directory {self.path} is not writable; choose another with --run-dir PATH")
+        self._refuse_what_is_not_writable()
         return aside
 
     def begin_copy(self, run_id: str, fresh: bool) -> None:
@@ -332,6 +331,14 @@ class RunDir:
         for path in (self.world, self.metrics, self.failure, self.lease, self.config, self.plan, self.job, self.code):
             if path.is_dir():
                 raise RunDirError(f"{path} is a folder, and the run needs a file there; move it away, or type --fresh")
+
+    def _refuse_what_is_not_writable(self) -> None:
+        """Raises RunDirError for what another user has made, who may have begun this run. Of the logs, only one is looked at:
+        there may be thousands."""
+        for path in (self.path, self.logs, self.telemetry, self.checkpoints, self.log(0), self.stacks(0)):
+            if path.exists() and not os.access(path, os.W_OK):
+                what = "" if path == self.path else f" ({path.relative_to(self.path)} belongs to user {path.stat().st_uid})"
+                raise RunDirError(f"the run directory {self.path} is not writable{what}; choose another with --run-dir PATH")
 
     def _is_something_else(self) -> bool:
         """Whether the folder has content that is not from a run: writing into it, or moving it aside, would be a mistake."""
