@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import warnings
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_bytes_that_are_no_source_are_one_line_of_error(source: bytes) -> None:
     Path("train.py").write_bytes(source)
     with pytest.raises(ConfigError, match=r"\Atrain\.py.*: syntax error: .*(\n    .*\n +\^)?\Z"):
         examine("train.py")
+
+
+@pytest.mark.parametrize("typed", ["pipe", "/dev/null", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_what_only_one_process_can_read_is_refused_because_other_ranks_would_run_an_empty_script(typed: str) -> None:
+    """`rankwise run /dev/stdin < train.py`: the standard input of ranks other than 0 is empty."""
+    os.mkfifo("pipe")
+    with pytest.raises(ConfigError, match=f"^{typed} is not a file that each rank can read; write the script to a file"):
+        examine(typed)
 
 
 def test_an_empty_script_and_one_in_another_encoding_can_run() -> None:

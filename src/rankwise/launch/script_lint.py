@@ -20,6 +20,7 @@ from rankwise.host.terminal import typed
 from rankwise.launch.ddp_lint import pitfalls_of_ddp
 
 _LONGEST_SHOWN = 120
+_OF_ONE_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def examine(script: str) -> ScriptFacts:
     if path.is_dir():
         example = shlex.quote(f"{script.rstrip('/')}/train.py")
         raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
+    if path.exists() and (not path.is_file() or script.startswith(_OF_ONE_PROCESS)):
+        raise ConfigError(f"{script} is not a file that each rank can read; write the script to a file, and give its name")
     try:
         source = path.read_bytes()
     except FileNotFoundError:
