@@ -88,6 +88,14 @@ def test_a_path_is_shown_from_here_where_it_lies_below(tmp_path: Path, monkeypat
     assert short(tmp_path.parent) == str(tmp_path.parent)
 
 
+def test_a_path_is_shown_whole_where_the_current_folder_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict of a run is printed all the same, and its exit status is that of the run."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path / "scratch")
+    (tmp_path / "scratch").rmdir()
+    assert short(tmp_path / "runs") == str(tmp_path / "runs")
+
+
 def test_figures_are_broken_only_between_two_of_them() -> None:
     assert in_lines("step 1/9: loss 2.6, lr 0.1; 6.78 steps/s, 0:01:42 left", 34) == (
         "step 1/9: loss 2.6, lr 0.1;\n  6.78 steps/s, 0:01:42 left"

@@ -134,5 +134,5 @@ def short(path: Path) -> str:
     """The path relative to the current folder if possible: shorter to read."""
     try:
         return str(path.relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError):  # it lies elsewhere, or the current folder was removed
         return str(path)
