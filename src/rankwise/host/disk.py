@@ -16,6 +16,9 @@ from rankwise.errors import ConfigError
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """The disk is full, or the quota of this user is used up."""
 
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""The answer of a file system that cannot flush a folder: shared folders of VirtualBox, some of SMB, 9p and FUSE."""
+
 
 def exists(path: str | os.PathLike[str]) -> bool:
     """False also in a private folder of another user, and for a name that is too long: there `Path.exists` raises."""
@@ -36,9 +39,12 @@ def check_current_folder() -> None:
 
 
 def fsync(path: Path) -> None:
-    """Write a file or a folder to disk."""
+    """Write a file or a folder to disk; a folder only where its file system can do that."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC or not path.is_dir():
+            raise
     finally:
         os.close(fd)
