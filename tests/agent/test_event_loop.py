@@ -3,8 +3,10 @@ signal handlers."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 
 from ranks import on_ranks
 
@@ -59,3 +61,24 @@ def guard_that_is_gone() -> tuple[list[int], bool, bool]:
 
 def test_a_guard_that_is_gone_is_no_request_and_is_not_looked_at_again() -> None:
     assert on_ranks(1, guard_that_is_gone) == [([], True, False)]
+
+
+def looks_at_a_parent_without_pidfd() -> list[bool]:
+    """Whether it had ended: a running one, the same when it was killed, and again when it was reaped."""
+
+    def refuse(_pid: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    os.pidfd_open = refuse
+    parent = subprocess.Popen(["sleep", "60"])
+    waiting = EventLoop(parent.pid)
+    found = [waiting.parent_ended]
+    parent.kill()
+    os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+    found.append(waiting.parent_ended)
+    parent.wait()
+    return [*found, waiting.parent_ended]
+
+
+def test_an_old_kernel_or_container_without_pidfd_open_tells_when_the_launcher_ends() -> None:
+    assert on_ranks(1, looks_at_a_parent_without_pidfd) == [[False, True, True]]

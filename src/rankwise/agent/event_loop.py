@@ -6,6 +6,7 @@ events = EventLoop(parent_pid);  events.register(link);  events.wait(0.05);  eve
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from rankwise.host.processes import STOP_SIGNALS, stop_signals
+from rankwise.host.processes import STOP_SIGNALS, start_time, stop_signals
 
 
 class EventLoop:
@@ -56,12 +57,16 @@ class EventLoop:
             os.set_blocking(guard, False)
             self._selector.register(guard, selectors.EVENT_READ)
         self._parent: int | None = None
+        self._parent_pid, self._parent_began = parent_pid, start_time(parent_pid)
         if parent_pid:
             try:
                 self._parent = os.pidfd_open(parent_pid)
                 self._selector.register(self._parent, selectors.EVENT_READ)
             except ProcessLookupError:
                 sys.exit(1)  # the launcher has exited already: give up the run
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EPERM):  # of Linux before 5.3, and of some containers
+                    raise
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._count(self._own, signum)
@@ -99,4 +104,6 @@ class EventLoop:
 
     @property
     def parent_ended(self) -> bool:
-        return self._parent is not None and bool(select.select([self._parent], [], [], 0)[0])
+        if self._parent is None:
+            return bool(self._parent_pid) and start_time(self._parent_pid) != self._parent_began
+        return bool(select.select([self._parent], [], [], 0)[0])
