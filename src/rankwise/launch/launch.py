@@ -310,6 +310,7 @@ class _Forward:
         self.asked = False
         for signum in processes.stop_signals():
             signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.stop_signals())  # a program may have started us with some blocked
 
     def to(self, child: int) -> int:
         """From now on, pass signals on to `child`."""
