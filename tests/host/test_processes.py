@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 
 DEADLINE_S = 120.0
@@ -186,6 +187,7 @@ def test_a_signal_is_sent() -> None:
 
 _TREE = """
 import os, signal, subprocess, sys
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 
 LEAF = '''
@@ -241,6 +243,7 @@ def test_end_tree_leaves_nothing_of_a_tree_with_sessions_orphans_and_ignored_sig
 
 _SLOW_TO_END = """
 import subprocess, sys, time
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 processes.become_subreaper()
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -263,6 +266,7 @@ def test_end_tree_gives_up_soon_only_on_what_waits_for_a_driver(state: str, othe
 
 _THREE_BELOW = """
 import os, subprocess, sys
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 processes.become_subreaper()
 PARENT = '''
@@ -301,6 +305,7 @@ def test_end_tree_does_not_wait_for_processes_of_another_user() -> None:
 
 _ORPHAN = """
 import os, sys
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 if sys.argv[1] == "subreaper":
     processes.become_subreaper()
@@ -352,6 +357,7 @@ def test_end_tree_of_nobody_is_done_at_once() -> None:
 
 _DIES_WITH_ITS_PARENT = """
 import os, signal, sys
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 parent = os.getpid()
 reader, writer = os.pipe()
@@ -387,6 +393,7 @@ def test_without_it_a_process_lives_on() -> None:
 
 _PARENT_ENDED_BEFORE = """
 import os
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 reader, writer = os.pipe()
 if os.fork() == 0:
@@ -420,3 +427,14 @@ def test_a_limit_on_the_size_of_files_is_a_shortage() -> None:
         line = f'ulimit -f {limit}; exec "{sys.executable}" -c "{script}"'
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
         assert done.stdout == f"{said}\n"
+
+
+@pytest.mark.parametrize("who", [None, "1", "4194305"])
+def test_a_proc_that_is_missing_or_of_another_namespace_is_an_error_that_says_how_to_mount_it(
+    who: str | None, tmp_path: Path
+) -> None:
+    processes.check_proc()
+    if who is not None:
+        (tmp_path / "self").symlink_to(who)
+    with pytest.raises(ConfigError, match=r"^/proc does not show this process .*type: mount -t proc proc /proc$"):
+        processes.check_proc(tmp_path)

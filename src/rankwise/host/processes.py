@@ -16,6 +16,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from rankwise.errors import ConfigError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """For a launcher or an agent each of them is a request to stop the run. A rank handles fewer (stop/signal.py)."""
 
@@ -34,6 +36,19 @@ def _prctl(option: int, value: int) -> None:
     if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def check_proc(proc: Path = Path("/proc")) -> None:
+    """Raises ConfigError if /proc is missing, or has the numbers of another namespace: we would watch and kill others."""
+    try:
+        is_own = str((proc / "self").readlink()) == str(os.getpid())
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise ConfigError(
+            "/proc does not show this process (in a chroot, or in a container that shares the /proc of its host), and without "
+            "it rankwise cannot watch ranks; as root, type: mount -t proc proc /proc"
+        )
 
 
 def become_subreaper() -> None:

@@ -40,6 +40,7 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     `call`: written into the run directory for ranks that run a function (`rankwise.functions`). Prints how the run ended, and
     returns its exit status. If the job is queued and not waited for, prints the job and returns 0.
     """
+    processes.check_proc()
     started = None if config.allow_independent else join.together(env)
     program = script.find(config)
     if config.sync is not None:
