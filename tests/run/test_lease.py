@@ -465,3 +465,15 @@ def test_a_fence_stops_who_was_taken_for_dead_and_says_by_whom(run: RunDir) -> N
     with pytest.raises(RunDirError, match=r"was taken over by pid 7 on another-host at 2.* this process stops$"):
         fence.check()
     held.release()
+
+
+@pytest.mark.parametrize("why", [errno.EINVAL, errno.EACCES])
+def test_a_file_system_that_refuses_a_lock_is_one_without_locks(why: int, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(lease.fcntl, "flock", refuse)  # type: ignore[attr-defined]
+    held = run.take()
+    with pytest.raises(RunDirError, match="is still running"):
+        run.take()
+    held.release()

@@ -37,7 +37,8 @@ _PATIENCE_S = 3 * BEAT_S
 """After this time the wait is reported."""
 
 _PIDS = "/proc/self/ns/pid"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EACCES)
+"""What file systems answer that have no locks, or none for this user."""
 
 
 @dataclass(frozen=True)
