@@ -286,6 +286,12 @@ def test_a_caller_that_ignores_the_end_of_its_children_gets_the_status_of_the_ru
     assert process.returncode == 5, said
 
 
+def test_pythons_development_mode_shows_no_warnings_of_ours(rankwise: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    done = rankwise("run", "--nproc", "1", "script.py", env={**os.environ, "PYTHONDEVMODE": "1"})
+    assert (done.returncode, "Warning" in done.stderr) == (0, False), done.stderr
+
+
 def test_another_user_of_the_group_can_resume_a_run_in_a_shared_folder(rankwise: Run, tmp_path: Path) -> None:
     """The umask decides who may write in the logs, which each attempt continues."""
     (tmp_path / "script.py").write_text("")

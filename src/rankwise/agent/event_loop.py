@@ -11,7 +11,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -44,10 +43,8 @@ class EventLoop:
 
         self._returned = 0.0
         self._selector = selectors.DefaultSelector()
-        self._wakeup, self._wakeup_writer = socket.socketpair()
-        for end in (self._wakeup, self._wakeup_writer):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # open until this process ends
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for signum in stop_signals():
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -92,9 +89,9 @@ class EventLoop:
             time.sleep(rest_s)
             self.ready |= {key.fd for key, _ in self._selector.select(0)}
         self._returned = time.monotonic()
-        if self._wakeup.fileno() in self.ready:
+        if self._wakeup in self.ready:
             with contextlib.suppress(BlockingIOError):
-                self._wakeup.recv(4096)
+                os.read(self._wakeup, 4096)
         if self._guard is not None and self._guard in self.ready:
             passed_on = os.read(self._guard, 4096)
             if not passed_on:  # the guard was killed, and this process is about to be
