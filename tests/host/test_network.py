@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import psutil
 import pytest
 from launched import with_name_servers
 
+from rankwise.errors import ConfigError
 from rankwise.host import network
 
 
@@ -106,6 +109,7 @@ def test_a_listener_at_one_address_is_at_no_other() -> None:
 
 ASKS = """
 import ctypes, socket, struct
+from rankwise.errors import ConfigError
 from rankwise.host import network
 
 sink = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -135,3 +139,15 @@ except BlockingIOError:
 def test_a_name_server_that_does_not_answer_is_asked_once_for_a_second_while_an_address_is_connected() -> None:
     done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, env=with_name_servers(), check=True)
     assert done.stdout.split()[0] == "1"
+
+
+def test_a_loopback_interface_that_is_down_is_an_error_that_says_how_to_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would try to connect for half an hour."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    network.check_loopback()
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 .* \(network is unreachable\); .*: ip link set lo up$"):
+        network.check_loopback()

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankwise.errors import ConfigError
 from rankwise.host import processes
 
 
@@ -31,6 +32,18 @@ def inode(path: str) -> int:
         return os.stat(path).st_ino
     except OSError:
         return 0
+
+
+def check_loopback() -> None:
+    """Raises ConfigError if processes of this host cannot reach each other at 127.0.0.1. Sends nothing."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot connect to each other: 127.0.0.1 of this machine or container does not answer "
+            f"({str(error.strerror).lower()}); give --nproc 1, or as root, type: ip link set lo up"
+        ) from None
 
 
 def listen(loopback: bool, port: int = 0) -> socket.socket:

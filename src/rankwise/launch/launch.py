@@ -16,7 +16,7 @@ from types import FrameType
 
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
-from rankwise.host import machine, processes, sources
+from rankwise.host import machine, network, processes, sources
 from rankwise.host.text import count, listed, seconds_of, short
 from rankwise.launch import code, join, script, submit
 from rankwise.launch.outcome import conclude, say
@@ -281,6 +281,8 @@ def _refuse_what_this_machine_cannot_hold(nproc: int) -> None:
             f"{count(nproc, 'rank')} need {needed} open files to start, and a process may have only {files} (ulimit -n); "
             f"type: ulimit -n {_advised(needed, most_files)}"
         )
+    if nproc > 1:
+        network.check_loopback()
 
 
 def _advised(needed: int, most: int) -> int:
