@@ -30,3 +30,24 @@ def test_a_command_in_the_current_folder_is_told_with_its_path() -> None:
         Path("job.sh").chmod(mode)
         with pytest.raises(ConfigError, match=rf"^there is no command job.sh \(it is not on the PATH, or .*\){cure}$"):
             script.find(RunConfig(argv=("job.sh", "1"), command=True))
+
+
+@pytest.mark.parametrize("name", ["app.pyz", "app.pyc", "app"])
+def test_an_application_that_only_python_can_run_is_a_command_like_any_other(name: str) -> None:
+    """Each rank starts it, as under torchrun; a script can be forked, because its text can be read."""
+    Path("app").mkdir()
+    Path(name).touch() if name != "app" else None
+    found = script.find(RunConfig(argv=("python3", name, "--lr", "1"), command=True))
+    assert (found.interpreter, found.argv) == ((), ("python3", name, "--lr", "1"))
+
+
+def test_an_archive_is_answered_with_the_command_that_runs_it() -> None:
+    Path("app.pyz").write_bytes(b"PK\0")
+    with pytest.raises(ConfigError, match=r"app\.pyz: .*type: rankwise run -- python app\.pyz$"):
+        script.find(RunConfig(argv=("app.pyz",)))
+    Path("job.sh").write_text("echo one two")
+    with pytest.raises(ConfigError, match=r"job\.sh:1: .*type: rankwise run -- \./job\.sh\n"):
+        script.find(RunConfig(argv=("job.sh",)))
+    Path("app.pyz").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"app\.pyz: .*type: rankwise run -- \./app\.pyz$"):
+        script.find(RunConfig(argv=("app.pyz",)))

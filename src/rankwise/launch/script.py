@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rankwise.dist import private_names
 from rankwise.errors import ConfigError
+from rankwise.host.disk import is_folder
 from rankwise.host.terminal import typed
 from rankwise.launch.caller import CODE, Caller, caller_of
-from rankwise.launch.script_lint import ScriptFacts, examine
+from rankwise.launch.script_lint import ONLY_FOR_PYTHON, ScriptFacts, examine
 from rankwise.run.config import RunConfig
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
@@ -92,9 +93,14 @@ def _python_command(argv: tuple[str, ...]) -> Program | None:
     while position < len(argv) and re.fullmatch(r"-[uOBEsSvbdqP]+|-[WX].+", argv[position]):
         position += 1
     rest = argv[position:]
-    if found is None or not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
+    if found is None or not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)) or _is_no_text(rest[0]):
         return None
     return Program((found, *argv[1:position]), rest)
+
+
+def _is_no_text(path: str) -> bool:
+    """Whether it is an application that only Python itself can run: an archive, compiled code, or a folder."""
+    return path.endswith(ONLY_FOR_PYTHON) or is_folder(path)
 
 
 def _interpreter_flags() -> list[str]:

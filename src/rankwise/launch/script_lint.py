@@ -20,6 +20,9 @@ from rankwise.host.terminal import typed
 from rankwise.launch.ddp_lint import pitfalls_of_ddp
 
 _LONGEST_SHOWN = 120
+ONLY_FOR_PYTHON = (".pyz", ".zip", ".pyc")
+"""Applications that Python runs, and whose text cannot be read."""
+
 _OF_ONE_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/")
 
 
@@ -60,11 +63,12 @@ def examine(script: str) -> ScriptFacts:
     except (SyntaxError, ValueError) as error:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
-        command = script if "/" in script else f"./{script}"
+        needs_python = script.endswith(ONLY_FOR_PYTHON) and not os.access(script, os.X_OK)
+        command = ["python", script] if needs_python else [script if "/" in script else f"./{script}"]
         hint = (
             ""
             if path.suffix in (".py", "")
-            else f"; for a command that is not a Python script, type: {typed('run', '--', command)}"
+            else f"; for a command that is not a Python script, type: {typed('run', '--', *command)}"
         )
         raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
     try:
