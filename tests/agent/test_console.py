@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from rankwise.agent.console import Console, LogFollower
 from rankwise.agent.head import Screen
-from rankwise.host.terminal import Terminal
+from rankwise.host.terminal import CHUNK, Terminal
 from rankwise.ipc.shared_page import Page, Row
 
 
@@ -269,3 +270,17 @@ def test_a_log_that_a_file_server_does_not_give_is_shown_later_and_ends_nothing(
         assert follower.read() == b""
     assert follower.read() == b"one\n"
     follower.close()
+
+
+def test_a_line_that_does_not_end_hides_nothing_that_comes_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"")
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file, os.fdopen(reader, "rb") as shown:
+        console = Console([LogFollower(path, tmp_path / "none", "[rank 1] ")], None, Patient(file))
+        with open(path, "ab") as log:
+            log.write(b"." * (CHUNK + 1) + b"\nthe end\n")
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4 * CHUNK)
+        console.close()
+        file.close()
+        assert shown.read().endswith(b"\n[rank 1] the end\n")

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rankwise.host.terminal import CHUNK, Prefixed
 from rankwise.ipc.shared_page import Row
-
-_CHUNK = 1 << 16
 
 
 class LogFollower:
@@ -24,8 +23,7 @@ class LogFollower:
         self._fd = os.open(log, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._position = os.lseek(self._fd, 0, os.SEEK_END)
         self._exception = exception
-        self._prefix = prefix.encode()
-        self._partial = b""
+        self._prefixed = Prefixed(prefix)
 
     def read(self) -> bytes:
         """At most one chunk of new output.
@@ -33,13 +31,13 @@ class LogFollower:
         The traceback of a rank that raised is kept back: it is printed once at the end, if that rank is the cause.
         """
         try:
-            data = os.pread(self._fd, _CHUNK, self._position)
+            data = os.pread(self._fd, CHUNK, self._position)
         except OSError:  # of a file server: the log was removed on another host, or the server does not answer
             data = b""
         # Asked after the read: the traceback may have been written just before it.
         data = data[: max(self._raised_at() - self._position, 0)]
         self._position += len(data)
-        return self._lines(data) if self._prefix else data
+        return self._prefixed.lines(data)
 
     def _raised_at(self) -> int:
         """Where in the log an exception begins; the rank records this before it prints the traceback."""
@@ -48,15 +46,10 @@ class LogFollower:
         except (OSError, ValueError):  # it has raised nothing, or a file server does not answer: its output is still shown
             return 1 << 62
 
-    def _lines(self, data: bytes) -> bytes:
-        *whole, self._partial = (self._partial + data).split(b"\n")
-        return b"".join(self._prefix + line + b"\n" for line in whole)
-
     def close(self) -> bytes:
         """Returns the last line if it has no line end."""
         os.close(self._fd)
-        rest, self._partial = self._partial, b""
-        return self._prefix + rest + b"\n" if rest else b""
+        return self._prefixed.rest()
 
 
 class Shown(Protocol):

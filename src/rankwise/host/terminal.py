@@ -21,6 +21,9 @@ from typing import Any, NoReturn, TextIO
 
 from rankwise.host.text import folded, rate, short
 
+CHUNK = 1 << 16
+"""How many bytes of a log are read and shown at once, at most."""
+
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -165,6 +168,32 @@ class Terminal:
         except OSError as error:
             self.closed = True
             self.lost = str(error.strerror) if error.errno != errno.EPIPE else None
+
+
+class Prefixed:
+    """Adds a prefix to each line of some output, which comes in pieces; if the prefix is empty, the pieces stay as they are.
+
+    A line of more than `CHUNK` bytes is cut: a progress bar may print for days without ending its line.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode()
+        self._partial = b""
+
+    def lines(self, data: bytes) -> bytes:
+        """The lines that are complete with this piece."""
+        if not self._prefix:
+            return data
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) >= CHUNK:
+            whole.append(self._partial)
+            self._partial = b""
+        return b"".join(self._prefix + line + b"\n" for line in whole)
+
+    def rest(self) -> bytes:
+        """The last line, if it has no line end."""
+        rest, self._partial = self._partial, b""
+        return self._prefix + rest + b"\n" if rest else b""
 
 
 def typed(*words: str) -> str:

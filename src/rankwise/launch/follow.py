@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
-from rankwise.host.terminal import Terminal, typed
+from rankwise.host.terminal import CHUNK, Prefixed, Terminal, typed
 from rankwise.host.text import short
 from rankwise.launch import status
 from rankwise.launch.outcome import conclude, say
@@ -24,7 +24,6 @@ _TICK_S = 0.2
 _ASK_S = (1.0, 15.0)
 """The first and the longest interval between two questions to a scheduler: questions load it, and most jobs are long."""
 
-_CHUNK = 1 << 16
 _FORGOTTEN_S = 60.0
 
 
@@ -34,28 +33,23 @@ class LogTail:
 
     def __init__(self, path: Path, prefix: str = "", end: bool = False) -> None:
         self._path = path
-        self._prefix = prefix.encode()
+        self._prefixed = Prefixed(prefix)
         self._position = path.stat().st_size if end and path.exists() else 0
-        self._partial = b""
 
     def read(self) -> bytes:
         """At most one chunk."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._position)
-                data = file.read(_CHUNK)
+                data = file.read(CHUNK)
         except FileNotFoundError:
             return b""
         self._position += len(data)
-        if not self._prefix:
-            return data
-        *whole, self._partial = (self._partial + data).split(b"\n")
-        return b"".join(self._prefix + line + b"\n" for line in whole)
+        return self._prefixed.lines(data)
 
     def close(self) -> bytes:
         """Returns the last line if it has no line end."""
-        rest, self._partial = self._partial, b""
-        return self._prefix + rest + b"\n" if rest else b""
+        return self._prefixed.rest()
 
 
 def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
