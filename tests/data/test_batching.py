@@ -15,7 +15,7 @@ from batches import all_of, flat, global_batches, loaders, steps_of
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from rankwise.data import Loader, Order, batching
-from rankwise.data.batching import ByCount, ByTokens, LengthBatches, LengthOf, balanced_runs
+from rankwise.data.batching import ByCount, BySampler, ByTokens, LengthBatches, LengthOf, balanced_runs
 from rankwise.data.order import Indices
 from rankwise.errors import ConfigError, DataError
 
@@ -246,6 +246,18 @@ def test_a_batch_sampler_names_global_batches_that_are_shared_out_over_ranks() -
         assert all_of(Items(), world_size, accumulate=accumulate, **settings) == expected
     assert all_of(Items(), 2, workers=1, **settings) == expected
     assert all_of(Items(), 2, **{**settings, "seed": 5}) != expected
+
+
+def test_a_step_does_not_look_at_all_batches_of_a_batch_sampler() -> None:
+    """It takes as long for a million of them as for ten."""
+
+    class Listed(list[Indices]):
+        def __iter__(self) -> Iterator[Indices]:
+            raise AssertionError("a step has looked at all batches")
+
+    order = BySampler([[0, 1], [2, 3, 4]], 0, None, 5)
+    order._batches = Listed(order._batches)
+    assert [order.leaves_nothing(0, stop) for stop in (0, 2, 4, 5)] == [False, False, False, True]
 
 
 def test_torchs_batch_sampler_works_as_it_is() -> None:

@@ -212,6 +212,7 @@ class BySampler:
         self._lengths = lengths
         self._epoch = -1
         self._batches: list[Indices] = []
+        self._end = 0  # the position at which the epoch of `_batches` ends: each step asks for it
         self._passes_on = self._keys_own = True
         """Whether `set_epoch` is also called for the sampler inside; whether the generators of both are keyed. Runs of earlier
         versions keep their order."""
@@ -246,7 +247,7 @@ class BySampler:
         self._batches = [batch for batch in self._batches if len(batch)]
         if not self._batches:
             raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
-        self._epoch = epoch
+        self._epoch, self._end = epoch, sum(map(len, self._batches))
         return self._batches
 
     def _listed(self) -> Iterator[Indices]:
@@ -261,7 +262,8 @@ class BySampler:
                 )
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        return stop >= sum(map(len, self._of(epoch)))
+        self._of(epoch)
+        return stop >= self._end
 
     def steps_per_epoch(self) -> None:
         return None
