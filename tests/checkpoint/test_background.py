@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +48,23 @@ def hold(gate: threading.Event, put: Callable[[str, Any], None]) -> None:
         return write_file(path, state)
 
     put("write_file", wait_and_write)
+
+
+# --- its end
+
+
+@pytest.mark.parametrize("end", [Checkpoints.wait, Checkpoints.close])
+def test_a_copy_of_the_state_is_not_kept_until_the_process_ends(tmp_path: Path, end: Callable[[Checkpoints], object]) -> None:
+    """A process may train hundreds of models, one after the other."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(of_step(step), step)
+        assert end(checkpoints) is None
+    kept = weakref.ref(checkpoints)
+    del checkpoints
+    gc.collect()
+    assert kept() is None
+    assert loaded(tmp_path) == 2
 
 
 # --- the moment

@@ -281,6 +281,11 @@ class Checkpoints:
             self._ends_with = os.getpid()
             atexit.register(self._say_at_end)
 
+    def _end_without_it(self) -> None:
+        """The process no longer keeps this object, and the copy of the state in it, until its end."""
+        atexit.unregister(self._say_at_end)
+        self._ends_with = None
+
     def _say_at_end(self) -> None:
         if self._ends_with != os.getpid() or self._is_told:
             return
@@ -306,6 +311,7 @@ class Checkpoints:
         began = time.perf_counter()
         try:
             self._conclude(mirrored=True)
+            self._end_without_it()
         finally:
             self.wait_s += time.perf_counter() - began
 
@@ -369,6 +375,9 @@ class Checkpoints:
         if self._mirror is not None and comm.is_main():
             self._mirror.wait()
         self._is_told = True
+        self._end_without_it()
+        if self._snapshot is not None:
+            self._snapshot = Snapshot()  # frees the memory of the copy
         return self._background.error
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest, temporary: Path | None, rank: int) -> None:
