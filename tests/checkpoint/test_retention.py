@@ -18,6 +18,7 @@ from boxes import loaded, of_step
 from ranks import on_ranks
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.errors import CheckpointError, ConfigError
 
@@ -374,6 +375,7 @@ def test_all_ranks_agree_on_what_is_the_best(folder: Path) -> None:
 AT_THE_END = """\
 import torch
 from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint.manifest import Manifest
 
 model = torch.nn.Linear(800, 800)
 checkpoints = Checkpoints("checkpoints", keep_last=1, keep_best="loss")
@@ -394,3 +396,23 @@ def test_a_script_that_ends_during_a_save_verifies_the_best_of_an_earlier_attemp
         done = subprocess.run([sys.executable, "x.py"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert sorted(path.name for path in Path("checkpoints").iterdir()) == kept
+
+
+def test_each_save_reads_only_the_manifest_that_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests of large models have megabytes, and `at_steps` or `keep_younger_than_s` may keep hundreds."""
+    read: list[str] = []
+    whole = Manifest.read
+
+    def counted(folder: Path) -> Manifest:
+        read.append(folder.name)
+        return whole(folder)
+
+    monkeypatch.setattr(Manifest, "read", counted)
+    checkpoints = Checkpoints(tmp_path, keep_last=9, keep_best="eval_loss", background=False)
+    for step in (1, 2, 3, 4):
+        assert checkpoints.is_best({"eval_loss": 1.0 / step})
+        checkpoints.save(of_step(step), step, metrics={"eval_loss": 1.0 / step})
+    assert read == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    manifest = tmp_path / "step-00000004" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.25", "0.35"))  # corrupted since
+    assert checkpoints.best() == tmp_path / "step-00000003"

@@ -9,8 +9,9 @@ Nothing here is collective. If there is a mirror, the main rank copies from it w
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rankwise.checkpoint import manifest as manifests
@@ -20,6 +21,8 @@ from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError, UnreadableError
+
+Metrics = Mapping[str, float | None]
 
 
 class Catalog:
@@ -33,6 +36,7 @@ class Catalog:
         self._damaged: set[Path] = set()
         self._whole: set[Path] = set()
         self._replaced: set[str] = set()
+        self._metrics: dict[Path, tuple[tuple[int, int, int], Metrics]] = {}
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
@@ -140,16 +144,17 @@ class Catalog:
         """(the best, those that cannot be read and may be better)."""
         if self._best is None:
             return None, []
-        measured = {}
+        measured: dict[Path, Metrics] = {}
         unread: list[Path] = []
         # If a step was saved twice with equal metrics, use the last one, from which runs resume.
         for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
             try:
-                measured[folder] = Manifest.read(folder).metrics
+                measured[folder] = self._metrics_of(folder)
             except UnreadableError:
                 unread.append(folder)
             except CheckpointError:  # corrupted
                 pass
+        self._metrics = {folder: kept for folder, kept in self._metrics.items() if folder in measured}
         for folder in self._best.order(measured):
             if folder in self._damaged:
                 continue
@@ -163,10 +168,24 @@ class Catalog:
                 pass
         return None, unread
 
+    def _metrics_of(self, folder: Path) -> Metrics:
+        """Reads a manifest once, unless its file changes: with hundreds of checkpoints to look through, each save and each
+        evaluation would take seconds. Raises CheckpointError as `Manifest.read`."""
+        file = None
+        with contextlib.suppress(OSError):  # `read` has the words for it
+            found = (folder / manifests.NAME).stat()
+            file = found.st_ino, found.st_mtime_ns, found.st_size
+        if file is not None and folder in self._metrics and self._metrics[folder][0] == file:
+            return self._metrics[folder][1]
+        metrics = Manifest.read(folder).metrics
+        if file is not None:
+            self._metrics[folder] = file, metrics
+        return metrics
+
     def is_before_all(self, best: Best, rank: float) -> bool:
         """Whether a checkpoint with this `rank` (Best.rank) would be the best."""
         folder = self.find_best()
-        known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
+        known = best.rank(self._metrics_of(folder)) if folder is not None else None
         return known is None or rank < known
 
     # --- the mirror
