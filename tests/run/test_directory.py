@@ -211,6 +211,13 @@ def test_with_fresh_a_host_of_its_own_disk_moves_an_older_run_aside_once(tmp_pat
 # --- attempts
 
 
+def test_the_newest_checkpoint_is_the_last_also_with_more_digits(run: RunDir) -> None:
+    names = ["step-99999999", "step-99999999-2", "step-99999999-10", "step-100000000"]
+    for name in reversed(names):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run.saved() == names
+
+
 def test_attempts_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
     assert run.attempts() == []
     part = NodeRecord(host="h", first=0, ranks=2, page="/proc/1/fd/3")

@@ -259,7 +259,8 @@ class RunDir:
 
     def saved(self) -> list[str]:
         """The names of its checkpoints, oldest first. Not verified."""
-        return sorted(path.name for path in self.checkpoints.glob("step-*"))
+        names = (path.name for path in self.checkpoints.glob("step-*"))
+        return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
     def job_log(self, job_id: str) -> Path:
         """The output of a queued job."""
