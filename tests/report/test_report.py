@@ -113,6 +113,14 @@ def test_each_attempt_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> N
     assert re.match(r"      2  2001-09-\d\d \d\d:\d\d:\d\d  5.0 s       12  all ranks exited with status 0$", second)
 
 
+def test_of_hundreds_of_attempts_and_checkpoints_the_report_shows_so_many_that_it_fits_one_screen(run: RunDir) -> None:
+    live(run, *(attempt(number, ended=1e9 + 5, outcome="stopped") for number in range(1, 301)))
+    for step in range(1, 501):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    assert [line.split()[0] for line in sections(run)[2].splitlines()] == ["attempt", *map(str, range(291, 301))]
+    assert sections(run)[-1] == "checkpoints: 500, from step-00000001 to step-00000500"
+
+
 def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir) -> None:
     said = "all 2 ranks raised RuntimeError: " + "its loss is\nnot finite, " * 20
     live(run, attempt(1, ended=1e9 + 5, outcome=said), attempt(2, ended=1e9 + 5, outcome="all ranks exited with status 0"))

@@ -17,6 +17,8 @@ from rankwise.report.table import table
 from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
+_MOST_ATTEMPTS = 10
+_MOST_CHECKPOINTS = 10
 _COLUMNS = 80
 _LEAST_ROOM = 20
 
@@ -40,7 +42,8 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     if compared := speeds(run):
         sections.append(compared)
     if saved := run.saved():
-        sections.append(f"checkpoints: {', '.join(saved)}")
+        many = f"{len(saved)}, from {saved[0]} to {saved[-1]}"
+        sections.append(f"checkpoints: {', '.join(saved) if len(saved) <= _MOST_CHECKPOINTS else many}")
     failure = run.read_failure()
     if failure is not None:
         lines = textwrap.wrap(f"failed: {failure.summary}", columns, subsequent_indent="  ", break_long_words=False)
@@ -49,8 +52,9 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
 
 
 def _attempts(run: RunDir, attempts: Sequence[Attempt], columns: int) -> str:
+    """The newest: a run that a queue interrupts each hour has hundreds."""
     rows = [["attempt", "started", "took", "ranks", "how it ended"]]
-    for attempt in attempts:
+    for attempt in attempts[-_MOST_ATTEMPTS:]:
         began = stamp(attempt.started)
         took = clock(attempt.ended - attempt.started) if attempt.ended is not None else "-"
         rows.append(
