@@ -395,6 +395,18 @@ def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_run(run: RunD
         run.prepare(fresh=False)
 
 
+def test_the_newest_metrics_are_found_without_reading_all_of_a_long_file(run: RunDir) -> None:
+    assert run.newest_metrics() == []
+    line = '{"life": 1, "step": 7, "loss": 0.5}\n'
+    run.metrics.write_text(line * 40_000 + "x" * 2_000_000 + "\n")
+    assert run.newest_metrics() == run.read_metrics()  # none in the end of the file
+    run.metrics.write_text(line * 40_000 + '{"life": 2, "step": 8}\n{"life": 2, "st')
+    newest = run.newest_metrics()
+    assert newest[-1] == {"life": 2, "step": 8}
+    assert len(newest) < 31_000
+    assert all(record == {"life": 1, "step": 7, "loss": 0.5} for record in newest[:-1])
+
+
 def test_an_odd_line_of_the_metrics_is_passed_over(run: RunDir) -> None:
     from rankwise.launch.status import as_text, facts
     from rankwise.report.terminal import report

@@ -51,7 +51,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     job = run.read_job()
     state = state_of(job) if job is not None else None
     writer = _writer(run)
-    figures = run.read_metrics()
+    figures = run.newest_metrics()
     failure = run.read_failure()
     waiting_or_running = state is not None and state.phase in _ALIVE
     return {

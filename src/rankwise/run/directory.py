@@ -45,6 +45,8 @@ _MOVED_ASIDE = re.compile(r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?$")
 
 _MOST_NAMED = 8
 
+_NEWEST_BYTES = 1 << 20
+
 Say = Callable[[str], None]
 
 
@@ -410,12 +412,19 @@ class RunDir:
         except (OSError, ValueError, TypeError) as error:
             raise RunDirError(f"{self.begun} cannot be read ({error}); start from scratch with --fresh") from None
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def newest_metrics(self) -> list[dict[str, Any]]:
+        """As `read_metrics`, but only the end of the file, which may have a million lines."""
+        return self.read_metrics(_NEWEST_BYTES) or self.read_metrics()
+
+    def read_metrics(self, last_bytes: int | None = None) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt. There
-        are none if it is a folder: then training has lost its metrics."""
+        are none if it is a folder: then training has lost its metrics. `last_bytes`: only complete lines in so many bytes."""
         records: list[dict[str, Any]] = []
         if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with self.metrics.open("rb") as file:
+                skipped = file.seek(max(file.seek(0, os.SEEK_END) - last_bytes, 0) if last_bytes is not None else 0)
+                data = file.read().partition(b"\n")[2] if skipped else file.read()
+            for line in data.decode(errors="replace").splitlines():
                 with contextlib.suppress(ValueError, RecursionError):
                     record = json.loads(line)
                     if isinstance(record, dict) and type(record.get("step")) is int:

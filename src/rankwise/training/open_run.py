@@ -143,9 +143,8 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
 
 def _trained_last(run: RunDir, attempts: Sequence[Attempt]) -> Attempt | None:
     """The last attempt with metrics; if there are none, the last that exited with status 0."""
-    numbers = [record.get("life") for record in run.read_metrics()]
-    if numbers:
-        return next((attempt for attempt in attempts if attempt.life == numbers[-1]), None)
+    if newest := run.newest_metrics():
+        return next((attempt for attempt in attempts if attempt.life == newest[-1].get("life")), None)
     return next((attempt for attempt in reversed(attempts[:-1]) if attempt.status == 0), None)
 
 
