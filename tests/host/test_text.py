@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.host.text import clock, count, folded, in_lines, listed, numbered, seconds_of, short, size, stamp
+from rankwise.host.text import clock, count, folded, in_lines, listed, numbered, rate, rounded, seconds_of, short, size, stamp
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,20 @@ from rankwise.host.text import clock, count, folded, in_lines, listed, numbered,
 )
 def test_a_clock_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_large_numbers_have_no_exponent() -> None:
+    """A step may take half an hour, or less than a millisecond; a disk has terabytes."""
+    assert [rounded(value) for value in (0.0, 7.612, 999.4, 999.6, 1800.0, 1e7)] == [
+        "0",
+        "7.61",
+        "999",
+        "1000",
+        "1800",
+        "10000000",
+    ]
+    assert (rate(2, 3600.0), rate(12_345, 1.0)) == ("1800 s/step", "12345 steps/s")
+    assert (size(1_500_000_000_000), size(999_999_999_999)) == ("1.5 TB", "1000 GB")
 
 
 def test_a_size_has_a_unit_and_three_digits() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
-from rankwise.host.text import count, in_lines
+from rankwise.host.text import count, in_lines, rounded
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
@@ -153,7 +153,7 @@ def _loaded(saved: dict[str, list[float]]) -> dict[str, Total]:
 
 
 def _per_second(samples: float) -> str:
-    return f", {samples:.4g} samples/s" if samples > 0 else ""
+    return f", {rounded(samples, 4)} samples/s" if samples > 0 else ""
 
 
 def _rate_of(state: TrainState) -> dict[str, float]:

@@ -59,10 +59,16 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
 
 def size(n: int) -> str:
     """`36 B`, `2.6 MB`: bytes with a unit, three digits."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= factor:
-            return f"{n / factor:.3g} {unit}"
+            return f"{rounded(n / factor)} {unit}"
     return f"{n} B"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """`7.61`, `1800`: a number of 0 or more with so many digits, or all of those before the point; large ones are not written
+    as 1.8e+03."""
+    return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -99,8 +105,8 @@ def cut(line: str, most: int) -> str:
 def rate(steps: int, seconds: float) -> str:
     """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
     if steps >= seconds:
-        return f"{steps / max(seconds, 1e-9):.3g} steps/s"
-    return f"{seconds / steps:.3g} s/step"
+        return f"{rounded(steps / max(seconds, 1e-9))} steps/s"
+    return f"{rounded(seconds / steps)} s/step"
 
 
 _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
