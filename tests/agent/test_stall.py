@@ -64,6 +64,17 @@ def test_different_collectives_are_named_with_their_lines() -> None:
     )
 
 
+def test_of_hundreds_of_ranks_a_few_are_named_and_of_each_place_at_least_one() -> None:
+    said = judge([*(seen(rank, LOOP) for rank in range(500)), seen(500, LOOP[1:])], sure=True) or ""
+    assert [part.split()[1] for part in said.split("; ")] == ["0", "500", "1", "2", "3", "4", "5", "6", "493"]
+    assert said.endswith("; and 493 more")
+    waits = [seen(rank, ALL_REDUCE) for rank in range(500)]
+    broadcast = (Frame(ALL_REDUCE[0].file, 1, "broadcast"), *LOOP)
+    said = judge([*waits, seen(500, broadcast)], sure=False) or ""
+    assert "; rank 500 waits in broadcast" in said
+    assert len(said) < 1000
+
+
 def test_a_rank_that_waits_inside_of_rankwise_is_shown_at_the_users_line() -> None:
     package = Path(stall.__file__).parents[1]
     inside = (ALL_REDUCE[0], Frame(str(package / "sync" / "flat.py"), 103, "_exchange"), *ALL_REDUCE[2:])

@@ -289,3 +289,13 @@ def test_a_training_with_sharded_saves_goes_on_on_other_ranks_as_one_without(the
     assert ends[0] == ends[1]
     assert list((tmp_path / "True" / "checkpoints" / "step-00000004").glob("*.shard-1.pt"))
     assert not list((tmp_path / "False").rglob("*.shard-1.pt"))
+
+
+def test_shares_that_are_missing_are_named_by_the_ranges_of_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_LAST_WAIT_S", -1.0)
+    others = writer.Others(tmp_path, 512)
+    others.hurry()
+    with pytest.raises(CheckpointError, match=r"the share of ranks 1-511 is missing$"):
+        others.wait()

@@ -278,7 +278,9 @@ class Head:
                 self._cut_all(parts, signal.SIGKILL)
             if self._stop_began and not self._grace_is_over and now > self._stop_began + self._plan.grace_s:
                 self._grace_is_over = True
-                self._say(f"{numbered('rank', _alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
+                self._say(
+                    f"{numbered('rank', _alive(parts), ranges=True)} did not stop within {self._plan.grace_s:g} s: killed"
+                )
                 self._cut_all(parts, signal.SIGKILL)
             elif self._stop_began and _loses_nothing(parts) and any(part.facts.failed for part in parts):
                 self._cut_all(parts, signal.SIGKILL)  # the others would wait for the failed rank, and have done no step
@@ -402,7 +404,7 @@ class Head:
                 part.signal(self._stop_signal, outside)
                 found += outside
         if found and not self._signalled and not joined:
-            ranks = numbered("rank", found)
+            ranks = numbered("rank", found, ranges=True)
             if _loses_nothing(parts):
                 self._say(f"{name}: {ranks} will stop at the first step {within}")
             else:

@@ -31,6 +31,7 @@ _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
 _RAISED_S = 5.0  # most ranks that raise exit sooner
+_MOST_TOLD = 8
 _ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -132,17 +133,24 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
     late = [rank for rank in ranks if rank.waits_in is None]
     if waiting and late:
         others = listed((rank.told() for rank in waiting), 3, joint="; ", rest="; and {} more")
-        return "; ".join(rank.told() for rank in late) + f"; {others}"
+        return f"{_told(late)}; {others}"
     if waiting and len(ranks) > 1:
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
-            return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
+            return "the ranks are in different collectives: " + _told(waiting)
         why = (
             "--check-collectives finds no difference between their calls, so the network does not answer"
             if checked
             else "the network does not answer, or their calls do not match (rankwise run --check-collectives shows it)"
         )
         return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].where}: {why}"
-    return "; ".join(rank.told() for rank in late) if sure else None
+    return _told(late) if sure else None
+
+
+def _told(ranks: Sequence[Observation]) -> str:
+    """Of hundreds of ranks only some, one of each place first."""
+    of_each = {(rank.waits_in, rank.place): rank.rank for rank in reversed(ranks)}.values()
+    chosen = sorted(ranks, key=lambda rank: rank.rank not in of_each) if len(ranks) > _MOST_TOLD else ranks
+    return listed((rank.told() for rank in chosen), _MOST_TOLD, joint="; ", rest="; and {} more")
 
 
 def parse(dump: str) -> tuple[Frame, ...]:

@@ -190,7 +190,7 @@ class Others:
             if self._error is not None:
                 raise self._error
             if self._left and time.monotonic() > self._until:
-                who = numbered("rank", self._left)
+                who = numbered("rank", self._left, ranges=True)
                 raise CheckpointError(f"the checkpoint in {self.folder} is incomplete: the share of {who} is missing")
             if self._left:
                 self._wake.wait(0.02)

@@ -229,7 +229,8 @@ class LocalSGD(NeedsAttach):
     def _warn(self, bad: Sequence[int], skipped: Sequence[int]) -> None:
         told = []
         if bad:
-            told.append(f"the replica of {numbered('rank', bad)} is not finite and was replaced by the average of the others")
+            whose = numbered("rank", bad, ranges=True)
+            told.append(f"the replica of {whose} is not finite and was replaced by the average of the others")
         if any(skipped):
             where = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(skipped) if n)
             told.append(f"steps skipped since the last average because the gradient was not finite: {where}")
