@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.report.speed import compare, measured, since_change, speeds
+from rankwise.report import speed as speed_of
+from rankwise.report.speed import Speed, compare, since_change
 from rankwise.report.terminal import print_report, report
 from rankwise.run.directory import Attempt, NodeRecord, RunDir, write_json
 
@@ -31,6 +32,14 @@ def made(folder: Path, name: str, attempts: dict[int, tuple[int, int]], records:
 def interval(life: int, clock_s: float, rate: float, **shares: float) -> dict[str, object]:
     named = {f"share/{name.replace('_', ' ')}": share for name, share in shares.items()}
     return {"life": life, "clock_s": clock_s, "samples_per_s": rate, **named}
+
+
+def speeds(run: RunDir) -> str:
+    return speed_of.speeds(run, run.read_metrics())
+
+
+def measured(run: RunDir) -> list[Speed]:
+    return list(speed_of.measured(run, run.read_metrics()))
 
 
 SLOW = [interval(1, 10, 1), interval(1, 20, 100, data_wait=0.1), interval(1, 30, 100, data_wait=0.1)]
@@ -102,7 +111,7 @@ def test_attempts_with_as_many_ranks_and_nodes_are_one_row(tmp_path: Path) -> No
 )
 def test_a_run_of_one_size_or_without_speeds_has_no_such_table(tmp_path: Path, records: list[dict[str, object]]) -> None:
     run = made(tmp_path, "train", {1: (1, 1), 2: (2, 1)}, records)
-    assert (speeds(run), list(measured(run))) == ("", [])
+    assert (speeds(run), measured(run)) == ("", [])
     assert speeds(made(tmp_path, "one", {1: (4, 1)}, SLOW)) == ""
 
 

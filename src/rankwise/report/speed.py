@@ -1,15 +1,15 @@
 """How fast runs train on different numbers of ranks: whether more of them helped, and where the rest of the time went.
 
-speeds(run)                  # of one run whose attempts had different numbers of ranks or nodes
-since_change(run)            # of its last attempt, compared with the last one of another size
-compare(["one", "two"])      # of several runs
+speeds(run, run.read_metrics())    # of one run whose attempts had different numbers of ranks or nodes
+since_change(run)                  # of its last attempt, compared with the last one of another size
+compare(["one", "two"])            # of several runs
 """
 
 from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -18,6 +18,8 @@ from rankwise.errors import RunDirError
 from rankwise.host.text import count, listed
 from rankwise.report.table import table
 from rankwise.run.directory import RunDir, find_run
+
+Record = Mapping[str, Any]
 
 _NOT_TRAINING = ("evaluation", "saving")
 _COMPUTING = "computing"
@@ -49,9 +51,9 @@ class Speed:
         return self.parts_s.get(part, 0.0) / sum(self.parts_s.values())
 
 
-def speeds(run: RunDir) -> str:
+def speeds(run: RunDir, records: Sequence[Record]) -> str:
     """Empty if the run has trained on one number of ranks only, or did not record its speed."""
-    found = list(measured(run))
+    found = list(measured(run, records))
     return text(found, named=False) if len(found) > 1 else ""
 
 
@@ -61,7 +63,7 @@ def since_change(run: RunDir) -> list[str]:
     with contextlib.suppress(RunDirError, OSError):
         sizes = list(_sizes(run).values())
         if others := [size for size in sizes if size != sizes[-1]]:
-            found = {(speed.ranks, speed.nodes): speed for speed in measured(run)}
+            found = {(speed.ranks, speed.nodes): speed for speed in measured(run, run.read_metrics())}
             if {sizes[-1], others[-1]} <= found.keys():
                 return _sentence(found[others[-1]], found[sizes[-1]], named=False)
     return []
@@ -72,7 +74,7 @@ def compare(names: Sequence[str]) -> str:
     found: list[Speed] = []
     for name in names:
         run = find_run(name, "report")
-        of_run = list(measured(run))
+        of_run = list(measured(run, run.read_metrics()))
         if not of_run:
             raise RunDirError(
                 f"{run.path} has no samples_per_s in its metrics.jsonl, which a Trainer records every 50 steps; to see what "
@@ -87,13 +89,13 @@ def _sizes(run: RunDir) -> dict[int, tuple[int, int]]:
     return {attempt.life: (attempt.ranks, max(len(attempt.parts), 1)) for attempt in run.attempts()}
 
 
-def measured(run: RunDir) -> Iterator[Speed]:
+def measured(run: RunDir, records: Sequence[Record]) -> Iterator[Speed]:
     """For each number of ranks and nodes that the attempts of this run had. The first interval of an attempt does not count,
     because it starts slowly, unless it is the only one."""
     had = _sizes(run)
     sums: dict[tuple[int, int], dict[str, float]] = {}
-    for life, records in groupby(run.read_metrics(), lambda record: record.get("life")):
-        intervals = list(_intervals(records))
+    for life, of_attempt in groupby(records, lambda record: record.get("life")):
+        intervals = list(_intervals(of_attempt))
         if life in had:
             into = sums.setdefault(had[life], {})
             for interval in intervals[1:] or intervals:
@@ -105,7 +107,7 @@ def measured(run: RunDir) -> Iterator[Speed]:
             yield Speed(run.path.name, ranks, nodes, samples, parts)
 
 
-def _intervals(records: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+def _intervals(records: Iterable[Record]) -> Iterator[dict[str, float]]:
     """For each log interval of an attempt: the seconds of each part, and under "" the samples."""
     before = 0.0
     for record in records:

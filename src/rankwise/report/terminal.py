@@ -39,7 +39,7 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     figures = run.read_metrics()
     if figures:
         sections += [_course(figures), _time(figures)]
-    if compared := speeds(run):
+    if compared := speeds(run, figures):
         sections.append(compared)
     if saved := run.saved():
         many = f"{len(saved)}, from {saved[0]} to {saved[-1]}"
