@@ -200,3 +200,30 @@ def test_a_torch_without_cuda_is_named_with_its_version(tmp_path: Path, monkeypa
     assert machine.why_not_nccl({}, ("/other/python",), tmp_path) is None
     version.write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
     assert machine.why_not_nccl({}, (sys.executable,), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "200000 100000"}, 2),  # in a container
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "10000 100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, 9),
+        ("0::/", {}, 9),
+        ("0::/job/step", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
+        ("0::/job/step", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "100000 100000"}, 1),
+        ("0::/../elsewhere", {"cpu.max": "400000 100000"}, 4),
+        ("4:memory:/x\n3:cpu,a:/x", {"cpu,a/x/cpu.cfs_quota_us": "200000", "cpu,a/x/cpu.cfs_period_us": "50000"}, 4),
+        ("3:cpu:/docker/1f", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 9),
+        ("0::/", {"cpu.max": "nonsense"}, 9),
+        ("", {"cpu.max": "200000 100000"}, 9),
+    ],
+)  # fmt: skip
+def test_a_container_has_as_many_cores_as_its_limit_of_cpu_time(
+    group: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    _, sys_there = trees(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    trees(tmp_path, {"proc/self/cgroup": group})
+    assert machine.cores(tmp_path / "proc", sys_there) == cores

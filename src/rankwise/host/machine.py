@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.errors import ConfigError
 from rankwise.host.text import count
 
-_DEV, _SYS = Path("/dev"), Path("/sys")
+_DEV, _PROC, _SYS = Path("/dev"), Path("/proc"), Path("/sys")
 _NVIDIA, _INTEL = "0x10de", "0x8086"
 _DISPLAY = ("0x0300", "0x0302")  # PCI classes: a graphics card, a card only for computing
 
@@ -108,9 +109,25 @@ def _may_be_built_for(kind: str) -> bool:
     return build is None or kind in build.built_for
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+def cores(proc: Path = _PROC, sys: Path = _SYS) -> int:
+    """Processors that this process may use: those that it may run on, and not more than the CPU time that its container has
+    (`docker run --cpus 2`, a limit of Kubernetes), rounded up."""
+    return max(min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas(proc, sys))]), 1)
+
+
+def _quotas(proc: Path, sys: Path) -> Iterator[float]:
+    """The limits of CPU time, in processors, of the control group of this process and of those above it, as far as they are
+    seen in a container. https://docs.kernel.org/admin-guide/cgroup-v2.html, and `cpu.cfs_quota_us` of version 1."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = sys / "fs" / "cgroup" / controllers
+        path = mount / group.strip("/")
+        for folder in {mount, *(each for each in (path, *path.parents) if each.is_relative_to(mount))}:
+            values = _read(folder / "cpu.max").split() or [_read(folder / f"cpu.cfs_{of}_us") for of in ("quota", "period")]
+            if len(values) == 2 and all(value.isdecimal() and int(value) > 0 for value in values):
+                yield int(values[0]) / int(values[1])
 
 
 def physical_cores() -> int:

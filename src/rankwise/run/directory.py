@@ -34,7 +34,7 @@ from rankwise.errors import RunDirError
 from rankwise.host.disk import exists, is_folder
 from rankwise.host.terminal import typed
 from rankwise.host.text import listed
-from rankwise.run import lease
+from rankwise.run import lease, metrics
 from rankwise.run.kinds import NUMBER, SEVERAL, TABLE, TEXT, WHOLE, fits
 from rankwise.run.lease import Holder, Lease
 
@@ -414,22 +414,11 @@ class RunDir:
 
     def newest_metrics(self) -> list[dict[str, Any]]:
         """As `read_metrics`, but only the end of the file, which may have a million lines."""
-        return self.read_metrics(_NEWEST_BYTES) or self.read_metrics()
+        return metrics.read(self.metrics, _NEWEST_BYTES) or self.read_metrics()
 
-    def read_metrics(self, last_bytes: int | None = None) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt. There
-        are none if it is a folder: then training has lost its metrics. `last_bytes`: only complete lines in so many bytes."""
-        records: list[dict[str, Any]] = []
-        if self.metrics.is_file():
-            with self.metrics.open("rb") as file:
-                skipped = file.seek(max(file.seek(0, os.SEEK_END) - last_bytes, 0) if last_bytes is not None else 0)
-                data = file.read().partition(b"\n")[2] if skipped else file.read()
-            for line in data.decode(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, RecursionError):
-                    record = json.loads(line)
-                    if isinstance(record, dict) and type(record.get("step")) is int:
-                        records.append(record)
-        return records
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All records of metrics.jsonl."""
+        return metrics.read(self.metrics)
 
     def read_job(self) -> Job | None:
         """The last job that was queued for this run; None if there was none."""
