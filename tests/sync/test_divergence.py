@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,3 +61,33 @@ def with_one_more_buffer(rank: int) -> str:
 def test_a_tensor_that_only_some_ranks_have_is_a_difference(rank: int) -> None:
     for said in on_ranks(2, with_one_more_buffer, rank):
         assert said.startswith("the ranks have diverged: mean differs between rank 0 and rank 1 by at most inf after step 0;")
+
+
+def of_many_parameters() -> tuple[str, int]:
+    """(what is said, the bytes of the largest object that each rank sends to all)."""
+    model = torch.nn.ParameterDict({f"p{k:03}": torch.nn.Parameter(torch.zeros(1)) for k in range(500)})
+    if comm.rank() == 1:
+        model["p077"].data.fill_(1.0)
+        model["p400"].data.fill_(5.0)
+    sent = 0
+    gather = comm.all_gather_object
+
+    def measured(value: Any) -> list[Any]:
+        nonlocal sent
+        sent = max(sent, len(pickle.dumps(value)))
+        return gather(value)
+
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    check = divergence.CheckReplicas("error")
+    check.attach(SimpleNamespace(sync=SimpleNamespace(held=Held("same", "same", "same"))))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(divergence.comm, "all_gather_object", measured)
+        with pytest.raises(StepError) as caught:
+            check.before_save(state)
+    return str(caught.value), sent
+
+
+def test_the_first_difference_is_named_and_no_rank_gets_the_digests_of_all_others() -> None:
+    for said, sent in on_ranks(2, of_many_parameters):
+        assert said.startswith("the ranks have diverged: p077 differs between rank 0 and rank 1 by at most 1 after step 0;")
+        assert sent < 1000

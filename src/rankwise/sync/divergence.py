@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -89,9 +88,12 @@ class CheckReplicas:
         self._tell(state, mine)
 
     def _tell(self, state: TrainState, mine: Mapping[str, str]) -> None:
-        told = comm.all_gather_object(dict(mine))
-        name = next(n for n in chain(*told) if any(rank.get(n) != told[0].get(n) for rank in told))
-        rank = next(r for r, digests in enumerate(told) if digests.get(name) != told[0].get(name))
+        # Only those of the main rank are sent: the digests of a large model, from hundreds of ranks, would fill the memory.
+        first = comm.broadcast_object(dict(mine))
+        places = {name: place for place, name in enumerate({**first, **mine})}
+        differs = next((name for name in places if mine.get(name) != first.get(name)), None)
+        told = comm.all_gather_object((places[differs], differs) if differs is not None else None)
+        (_, name), rank = min((found, rank) for rank, found in enumerate(told) if found is not None)
         far = max(comm.all_gather_object(self._distance(state, name)))
         text = (
             f"the ranks have diverged: {name} differs between rank 0 and rank {rank} by at most {far:.3g} after step "
