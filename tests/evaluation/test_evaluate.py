@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,25 @@ def test_sums_may_be_numbers_or_tensors_that_the_next_batch_overwrites(n: int) -
 
 
 # --- objects of torchmetrics
+
+
+def test_an_evaluation_of_any_length_keeps_the_values_of_few_batches() -> None:
+    kept: list[int] = []
+
+    def batches() -> Iterator[list[torch.Tensor]]:
+        for number in range(4001):
+            if number % 4000 == 0:
+                kept.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+            yield [torch.tensor([float(number)])]
+
+    evaluate = Evaluate(data(2), lambda _, x: {"loss": (x.sum(), 1), "acc": (2, torch.ones(())), "mixed": (number_of(x), 1)})
+    assert evaluate.figures(nn.Linear(1, 1), batches=batches()) == {"eval_loss": 2000.0, "eval_acc": 2.0, "eval_mixed": 2000.0}
+    assert kept[1] - kept[0] < 6 * 1024
+
+
+def number_of(x: torch.Tensor) -> float | torch.Tensor:
+    """A tensor for each second batch."""
+    return x.sum() if x % 2 else x.item()
 
 
 def made(names: tuple[str, ...]) -> dict[str, Any]:

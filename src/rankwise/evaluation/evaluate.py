@@ -34,6 +34,9 @@ _MODEL = Argument(
 )
 _NAME = Argument(lambda value: isinstance(value, str) and value.isidentifier(), "a word: eval, ema, test")
 
+_MOST_KEPT = 1024
+"""The values of so many batches are kept one by one: of each, a GPU needs 512 bytes, and Python as much."""
+
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]
 
 
@@ -160,7 +163,10 @@ class Evaluate:
                     for batch in micro_batches:
                         number += 1
                         for name, (total, count) in self._figures_of(looked_at, batch).items():
-                            totals.setdefault(name, []).append((_kept(total, name), _kept(count, name)))
+                            kept = totals.setdefault(name, [])
+                            kept.append((_kept(total, name), _kept(count, name)))
+                            if len(kept) == _MOST_KEPT:
+                                kept[:] = [_as_one(kept)]
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
@@ -216,6 +222,15 @@ def _kept(value: Any, name: str) -> float | torch.Tensor:
         what = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
         raise _no_figures(f"{what} for {name!r}")
     return value.detach().to(torch.float64, copy=True).reshape(())
+
+
+def _as_one(pairs: Sequence[Pair]) -> Pair:
+    """The pairs of many batches added up, in float64. Does not wait for a device if all sums, or all counts, are tensors."""
+    total, count = (
+        torch.stack(list(values)).sum() if all(isinstance(value, torch.Tensor) for value in values) else float(sum(values))
+        for values in zip(*pairs, strict=True)
+    )
+    return total, count
 
 
 def _summed(pairs: Sequence[Pair]) -> torch.Tensor:
