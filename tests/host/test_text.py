@@ -20,6 +20,8 @@ from rankwise.host.text import clock, count, folded, in_lines, listed, numbered,
         (61, "0:01:01"),
         (3599.5, "1:00:00"),
         (90061, "25:01:01"),
+        (60 * 86400, "1440:00:00"),
+        (-3600.0, "0.0 s"),
     ],
 )
 def test_a_clock_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:

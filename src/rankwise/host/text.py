@@ -86,9 +86,9 @@ def stamp(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`4.2 s`; from one minute on, `h:mm:ss`."""
+    """`4.2 s`; from one minute on, `h:mm:ss`. A negative time, between two clocks or after one was set back, is 0."""
     if seconds < 59.95:
-        return f"{seconds:.1f} s"
+        return f"{max(seconds, 0.0):.1f} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
