@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_runs import LONG_STEPS
@@ -562,14 +563,14 @@ def test_a_private_file_of_another_users_run_is_one_line_and_is_not_to_be_remove
     run.prepare(fresh=False)
     for name in ("world.json", "plan.json", "metrics.jsonl"):
         (run.path / name).write_text('{"lives": []}\n')
-    read = Path.read_text
+    opened = Path.open
 
-    def refused(path: Path, *args: str, **more: str) -> str:  # root may read any file, so no mode refuses it
+    def refused(path: Path, *args: Any, **more: Any) -> Any:  # root may read any file, so no mode refuses it
         if path.name == file:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read(path, *args, **more)
+        return opened(path, *args, **more)
 
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["report", str(run.path)])
     told = f"rankwise: permission denied: {run.path / file}; ask its owner, or type this as its owner\n"
