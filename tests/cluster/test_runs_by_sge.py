@@ -101,7 +101,7 @@ ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # no rank waits for ano
 def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_agent(sge: Start, launch: New) -> None:
     """In a job of two hosts, a user's own s_rt makes Grid Engine send SIGUSR2, and kill some seconds later: the head acts
     earlier."""
-    run = launch(*QUEUED, "-l", "h_rt=60,s_rt=5", write(ALIKE))
+    run = launch(*QUEUED, "-l", "h_rt=80,s_rt=20", write(ALIKE))
     status, out = run.wait()
     assert status == 75, out
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
