@@ -155,6 +155,25 @@ def test_without_a_checkpoint_nothing_is_loaded_and_nothing_made(folder: Path) -
     assert not folder.exists()
 
 
+def test_a_folder_that_cannot_be_read_is_an_error_and_not_a_start_from_scratch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpoints(folder, background=False).save({"model": nn.Linear(2, 2)}, 1)
+    listdir, scandir = os.listdir, os.scandir  # root may read any folder
+
+    def refused(path: Any, look: Any) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "listdir", lambda path=".": refused(path, listdir))
+    monkeypatch.setattr(os, "scandir", lambda path=".": refused(path, scandir))
+    with pytest.raises(CheckpointError, match=rf"the folder {folder} cannot be read \(Permission denied\)"):
+        Checkpoints(folder).load_latest({"model": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoints(folder, background=False).save({"model": nn.Linear(2, 2)}, 2)
+
+
 def test_the_newest_is_loaded_and_the_oldest_are_pruned(folder: Path, background: bool) -> None:
     for keep_last, kept in ((1, [9]), (2, [5, 9]), (3, [3, 5, 9]), (9, [1, 3, 5, 9])):
         checkpoints = saved(folder, 1, 3, 5, 9, keep_last=keep_last, background=background)

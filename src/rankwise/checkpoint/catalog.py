@@ -45,11 +45,7 @@ class Catalog:
     def times_saved(self, step: int) -> int:
         """How often a step was saved: twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
         removed. Raises CheckpointError if the folder cannot be read."""
-        try:
-            paths = self.all()
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.folder}: {error.strerror}") from None
-        return max((time for path in paths for saved, time in [order(path)] if saved == step), default=0)
+        return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:
         """Remember as intact: this process has written it, or has read all of it."""

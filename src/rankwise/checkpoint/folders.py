@@ -14,7 +14,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from rankwise.errors import RunDirError
+from rankwise.errors import CheckpointError, RunDirError
 from rankwise.host.disk import fsync, is_folder
 from rankwise.host.text import listed, short
 from rankwise.run.directory import RunDir, find_run, runs_here
@@ -33,8 +33,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folder of every checkpoint, the oldest first. Not verified."""
-    return sorted(filter(is_checkpoint, folder.glob("step-*")), key=order) if is_folder(folder) else []
+    """The folder of every checkpoint, the oldest first. Not verified. Raises CheckpointError if the folder cannot be read."""
+    if not is_folder(folder):
+        return []
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:  # removed since
+        return []
+    except OSError as error:  # not `glob`: to it a private folder is empty, and the run would start from scratch
+        raise CheckpointError(f"the folder {folder} cannot be read ({error.strerror})") from None
+    return sorted(filter(is_checkpoint, map(folder.joinpath, names)), key=order)
 
 
 def order(path: Path) -> tuple[int, int]:
@@ -82,7 +90,7 @@ def find(run: str | None) -> Path:
     """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
     only run here. Raises RunDirError if there is none."""
     if run is None:
-        found = runs_here(lambda path: checkpoints_in(RunDir(path).checkpoints))
+        found = runs_here(_has_checkpoints)
         if len(found) != 1:
             if not found:
                 raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")
@@ -95,6 +103,13 @@ def find(run: str | None) -> Path:
                 return folder
     there = next(filter(is_folder, (Path(run), Path("runs", run))), None) or find_run(run, "checkpoint").path
     raise RunDirError(f"there are no checkpoints in {there}")
+
+
+def _has_checkpoints(path: Path) -> bool:
+    try:
+        return bool(checkpoints_in(RunDir(path).checkpoints))
+    except CheckpointError:  # a run of another user
+        return False
 
 
 def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
