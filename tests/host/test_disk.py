@@ -32,3 +32,23 @@ def test_a_folder_that_its_disk_does_not_write_is_an_error(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
         disk.fsync(tmp_path)
+
+
+@pytest.mark.parametrize("why", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
+def test_space_that_a_system_cannot_reserve_is_no_error_and_a_full_disk_is(
+    why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        disk.reserve(file.fileno(), 0)
+        disk.reserve(file.fileno(), 4096)
+        assert (tmp_path / "file").stat().st_size == 4096
+        for number in (why, errno.ENOSPC):
+
+            def refuse(*_: int, number: int = number) -> None:
+                raise OSError(number, os.strerror(number))
+
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            if number == why:
+                disk.reserve(file.fileno(), 8192)
+        with pytest.raises(OSError, match="No space left on device"):
+            disk.reserve(file.fileno(), 8192)

@@ -38,7 +38,7 @@ from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.checkpoint.reader import load_mapped
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
-from rankwise.host.disk import NO_SPACE, fsync
+from rankwise.host.disk import NO_SPACE, fsync, reserve
 from rankwise.host.text import numbered, size
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
@@ -279,7 +279,7 @@ def write_file(path: Path, state: Any) -> FileRecord:
     """Reserve the space, write, and flush. If the disk is full, the OSError comes before anything is written."""
     sums = {name: manifests.tensor_sum(tensor) for name, tensor in manifests.tensors(state)}
     with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, _size(state))
+        reserve(file.fileno(), _size(state))
         # torch's CRC-32 would take a third of the time. torch.load ignores it, and the sums above find the same damage.
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             torch.save(state, file)

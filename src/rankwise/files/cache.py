@@ -27,7 +27,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.files.remote import FileFacts, RemoteFile, facts, is_remote
 from rankwise.host import machine
 from rankwise.host.arguments import PATH, SEQUENCE, Argument, takes
-from rankwise.host.disk import fsync
+from rankwise.host.disk import fsync, reserve
 from rankwise.host.patience import Patience
 from rankwise.host.text import count, size
 
@@ -136,7 +136,7 @@ class FileCache:
                 raise FileExistsError
             self._make_room(known.size or 0)
             os.ftruncate(part, 0)
-            _reserve(part, known.size or 0)
+            reserve(part, known.size or 0)
             _copy(source, known, part, path)
             if facts(source) != known:
                 raise DataError(f"{source} changed while it was copied: wait until it is complete, and start again")
@@ -259,17 +259,6 @@ def _name(source: str, known: FileFacts) -> str:
     key = hashlib.sha256(repr((where, known)).encode(errors="surrogateescape")).hexdigest()[:16]
     found = PurePosixPath(re.sub(r"[^\w.-]", "_", source.split("?")[0].rsplit("/", 1)[-1]))
     return f"{found.stem[:80]}-{key}{found.suffix[:20]}"
-
-
-def _reserve(fd: int, needed: int) -> None:
-    """Reserve the space, so that other processes see that it is used."""
-    if not needed:
-        return
-    try:
-        os.posix_fallocate(fd, 0, needed)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 def _copy(source: str, known: FileFacts, fd: int, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 os.rename(temporary, final)
 fsync(final.parent)                # the folder holds the new name
+reserve(file.fileno(), 2**20)
 is_folder(Path("runs/of-others"))  # False if this user may not look into it
 """
 
@@ -18,6 +19,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """The answer of a file system that cannot flush a folder: shared folders of VirtualBox, some of SMB, 9p and FUSE."""
+
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+"""The answer of a file system or a container that cannot reserve space."""
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -36,6 +40,17 @@ def check_current_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the folder that you are in was removed; change to another one") from None
+
+
+def reserve(fd: int, size: int) -> None:
+    """Reserve `size` bytes for a file: OSError if the disk is too full, before anything is written. Where the file system or a
+    container cannot reserve, this does nothing."""
+    try:
+        if size:
+            os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
 
 
 def fsync(path: Path) -> None:
