@@ -68,6 +68,17 @@ def test_sums_are_exact_where_float32_is_not() -> None:
     assert meters.reduce() == {"loss": Total(1000 * (2**24 + 1), 1000 * (2**24 + 1))}
 
 
+@pytest.mark.parametrize("forgotten", [0, 3, 4096])
+def test_a_long_interval_keeps_few_values_and_the_last_ones_can_still_be_dropped(forgotten: int) -> None:
+    meters, n = Meters("loss"), 20_000
+    for k in range(n):
+        meters.add(loss=(torch.tensor(float(k)) if k % 3 else k, 1 if k % 2 else torch.tensor(1)))
+    assert max(map(len, (*meters._sums.values(), *meters._counts.values()))) < 9000
+    meters.forget(forgotten)
+    assert meters.reduce()["loss"] == Total(sum(range(n - forgotten)), n - forgotten)
+    assert meters.reduce()["loss"] == Total(0, 0)
+
+
 def test_a_name_that_was_not_announced_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^meters\.add\(los=\.\.\.\): Meters was created with loss and accuracy; "):
         Meters("loss", "accuracy").add(los=(1.0, 1))

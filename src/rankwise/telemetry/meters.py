@@ -17,6 +17,8 @@ from rankwise.host.text import listed
 
 Number = float | torch.Tensor
 
+_KEPT = 4096  # values that are kept one by one: `forget` may drop them
+
 
 @dataclass(frozen=True)
 class Total:
@@ -58,9 +60,12 @@ class Meters:
                 ) from None
             self._sums[name].append(total)
             self._counts[name].append(count)
+            if len(self._sums[name]) == 2 * _KEPT:
+                _fold(self._sums[name])
+                _fold(self._counts[name])
 
     def forget(self, times: int) -> None:
-        """Drop the values of the last `times` calls of `add`."""
+        """Drop the values of the last `times` calls of `add`, at most 4096."""
         for values in (*self._sums.values(), *self._counts.values()):
             del values[len(values) - times :]
 
@@ -84,8 +89,16 @@ class Meters:
 
 def _total(values: list[Number]) -> float:
     """The one host sync of a log interval."""
+    return float(sum(map(float, _sums(values))))
+
+
+def _fold(values: list[Number]) -> None:
+    """Replace all values but the last ones by their sum: a long log interval must not keep them all. Waits for no device."""
+    values[:-_KEPT] = _sums(values[:-_KEPT])
+
+
+def _sums(values: list[Number]) -> list[Number]:
+    """The sum of the numbers, and that of the tensors, which stays on their device."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    plain = sum(v for v in values if not isinstance(v, torch.Tensor))
-    if tensors:
-        plain += float(torch.stack(tensors).double().sum())
-    return float(plain)
+    plain: Number = sum(v for v in values if not isinstance(v, torch.Tensor))
+    return [plain, torch.stack(tensors).double().sum()] if tensors else [plain]
