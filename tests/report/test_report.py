@@ -178,6 +178,18 @@ def test_a_short_course_is_shown_whole_with_a_column_for_each_figure(run: RunDir
     ]
 
 
+@pytest.mark.parametrize("columns", [24, 80, 200])
+def test_more_figures_than_fit_side_by_side_are_in_several_tables(run: RunDir, columns: int) -> None:
+    names = [f"metric_{'x' * (k % 7)}{k}" for k in range(30)]
+    figures(run, *({"step": step, **dict.fromkeys(names, 1.5 * step)} for step in (1, 20)))
+    text = report(run, columns)
+    tables = [section.splitlines() for section in text.split("\n\n") if section.split()[0] == "step"]
+    assert [name for lines in tables for name in lines[0].split()[1:]] == names
+    assert all(len(line) <= columns for lines in tables for line in lines)
+    assert all([line.split()[0] for line in lines] == ["step", "1", "20"] for lines in tables)
+    assert len(tables) == {24: 30, 80: 6, 200: 3}[columns]
+
+
 def test_a_long_course_is_shown_at_eleven_moments_from_the_first_to_the_last(run: RunDir) -> None:
     live(run, attempt())
     figures(run, *({"step": step, "loss": 1 / step} for step in range(1, 1002)))

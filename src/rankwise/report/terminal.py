@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rankwise.host.text import clock, stamp
@@ -38,7 +38,7 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     sections = [f"run {run.path.name} in {run.path}", _attempts(run, attempts, columns)]
     figures = run.read_metrics()
     if figures:
-        sections += [_course(figures), _time(figures)]
+        sections += [*_course(figures, columns), _time(figures)]
     if compared := speeds(run, figures):
         sections.append(compared)
     if saved := run.saved():
@@ -79,8 +79,9 @@ def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:
     return f"running, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
 
 
-def _course(figures: Sequence[dict[str, Any]]) -> str:
-    """The loss and other metrics at ten steps and the last one, and at steps with an evaluation."""
+def _course(figures: Sequence[dict[str, Any]], columns: int) -> Iterator[str]:
+    """The loss and other metrics at ten steps and the last one, and at steps with an evaluation. More metrics than fit side by
+    side are in several tables."""
     names = [n for n in dict.fromkeys(k for f in figures for k in f) if not n.startswith("share/")]
     names = [n for n in names if n not in ("life", "step", "epoch", "clock_s")]
     steps: dict[int, dict[str, Any]] = {}
@@ -88,10 +89,20 @@ def _course(figures: Sequence[dict[str, Any]]) -> str:
         steps.setdefault(record["step"], {}).update(record)
     order = sorted(steps)
     shown = sorted({order[round(k * (len(order) - 1) / _MOMENTS)] for k in range(_MOMENTS + 1)} | _with_evaluation(steps))
-    rows = [["step", *names]]
-    for step in shown:
-        rows.append([str(step), *(_figure(steps[step].get(name)) for name in names)])
-    return table(rows)
+    first = ["step", *map(str, shown)]
+    block: list[list[str]] = []
+    for name in names:
+        column = [name, *(_figure(steps[step].get(name)) for step in shown)]
+        if block and sum(max(map(len, each)) + 2 for each in (first, *block, column)) - 2 > columns:
+            yield _side_by_side(first, *block)
+            block = []
+        block.append(column)
+    if block:
+        yield _side_by_side(first, *block)
+
+
+def _side_by_side(*columns: Sequence[str]) -> str:
+    return table(list(map(list, zip(*columns, strict=True))))
 
 
 def _with_evaluation(steps: dict[int, dict[str, Any]]) -> set[int]:
