@@ -152,7 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that need the same hosts run one after the other, wherever they are: to start other hosts takes seconds each time.
 
     The whole dose of a stress test has no time limit. The small dose excludes tests marked `stress(dose="whole")`, which only
-    try more of what other tests have tried.
+    try more of what other tests have tried. It has a time limit for a test that hangs, not for a slow machine.
     """
     _thin_out(items)
     stress = {item: mark for item in items if (mark := item.get_closest_marker("stress")) is not None}
@@ -161,6 +161,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(0))
     else:
         left_out = {item for item, mark in stress.items() if mark.kwargs.get("dose") == "whole"}
+        for item in stress:
+            item.add_marker(pytest.mark.timeout(1200))
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
     needs = {item: _needs(item) for item in items}
@@ -235,7 +237,7 @@ def rankwise() -> Run:
 
     def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "rankwise", *words], capture_output=True, text=True, timeout=120, **options
+            [sys.executable, "-m", "rankwise", *words], capture_output=True, text=True, timeout=240, **options
         )  # type: ignore[call-overload, no-any-return]
 
     return run
