@@ -6,16 +6,20 @@ A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 t
 padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. Every
 way runs once per round. The numbers are CPU seconds per batch of this process and its workers, so that other programs on the
 machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which excludes the start of the
-workers. With --gzip: 16,384 rows of 4 kB in gzip chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks.
-With --open: a file of RETURNN's with a million sequences and tags, opened to the first shuffled batch, compared with its
-lengths read in one slice.
+workers, beside a bare gather here and in another process, the floor of a hand-over. With --gzip: 16,384 rows of 4 kB in gzip
+chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks. With --open: a file of RETURNN's with a million
+sequences and tags, opened to the first shuffled batch, compared with its lengths read in one slice.
 RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 """
 
 import argparse
 import functools
 import itertools
+import mmap
+import multiprocessing
 import os
+import pickle
+import socket
 import sys
 import warnings
 import zlib
@@ -65,6 +69,8 @@ def mapped(path: Path, name: str) -> np.ndarray:
 class Raw:
     """`np.take` on a memory map, in a plain loop, in an order computed before."""
 
+    empty = staticmethod(np.empty)
+
     def __init__(self, path: Path, size: int) -> None:
         self._x, self._y = mapped(path, "x"), mapped(path, "y")
         self._order, self._size, self._at = np.random.default_rng(1).permutation(len(self._x)), size, 0
@@ -74,7 +80,7 @@ class Raw:
         self._at = (self._at + self._size) % (len(self._order) - self._size)
         batch = []
         for rows in (self._x, self._y):
-            out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
+            out = self.empty((self._size, *rows.shape[1:]), rows.dtype)
             batch.append(torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip")))
         return batch
 
@@ -106,6 +112,8 @@ class Floor(Raw):
 class RawSequences:
     """Slices of a memory map, copied into a padded batch."""
 
+    empty = staticmethod(np.empty)
+
     def __init__(self, path: Path, size: int) -> None:
         self._rows = [mapped(path, "inputs"), mapped(path, "targets/data/classes")]
         with h5py.File(path) as file:
@@ -119,12 +127,55 @@ class RawSequences:
         batch = []
         for key, rows in enumerate(self._rows):
             lengths, starts = self._lengths[some, key], self._starts[some, key]
-            out = np.empty((len(some), lengths.max(), *rows.shape[1:]), rows.dtype)
+            out = self.empty((len(some), lengths.max(), *rows.shape[1:]), rows.dtype)
             for to, start, length in zip(out, starts.tolist(), lengths.tolist(), strict=True):
                 to[:length] = rows[start : start + length]
                 to[length:] = 0
             batch.append(torch.from_numpy(out))
         return batch
+
+
+class Elsewhere:
+    """The floor of a hand-over: another process makes the batches, `ahead` in advance, in memory that both share. For each
+    batch it gets a byte, the number of a slot, and sends the shapes."""
+
+    SLOT = 16 << 20
+
+    def __init__(self, make, ahead: int = 4) -> None:
+        self._make = make
+        self._memory = mmap.mmap(-1, (ahead + 2) * self.SLOT)
+        self._here, self._there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = multiprocessing.get_context("fork").Process(target=self._serve, daemon=True)
+        self._process.start()
+        for slot in range(ahead + 1):
+            self._here.send(bytes([slot]))
+        self._held, self._batch = ahead + 1, None
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)
+        while request := self._there.recv(1):
+            end, laid = request[0] * self.SLOT, []
+
+            def empty(shape, dtype, laid=laid):
+                nonlocal end
+                out = np.ndarray(shape, dtype, self._memory, end)
+                laid.append((out.shape, out.dtype.str, end))
+                end += -(-out.nbytes // 64) * 64
+                return out
+
+            self._make.empty = empty
+            self._make()
+            self._there.send(request + pickle.dumps(laid))
+
+    def __call__(self) -> list[torch.Tensor]:
+        self._here.send(bytes([self._held]))  # nobody has this batch any more
+        answer = self._here.recv(4096)
+        self._held = answer[0]
+        return [torch.from_numpy(np.ndarray(shape, kind, self._memory, at)) for shape, kind, at in pickle.loads(answer[1:])]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 class Rows(Dataset):
@@ -229,16 +280,29 @@ def within_an_epoch(data, size: int, count: int, **ways) -> float:
     return timed(lambda: next(batches), count)
 
 
+def by_another(make, count: int) -> float:
+    batches = Elsewhere(make)
+    try:
+        for _ in range(count // 3):
+            batches()
+        return timed(batches, count)
+    finally:
+        batches.stop()
+
+
 def hand_over(folder: Path, turns: int) -> None:
     print("| data | way | CPU us a batch | / here |\n|---|---|---|---|")
     thread, process = {"prefetch_factor": 4}, {"prefetch_factor": 4, "num_workers": 1}
     for kind, size, count in (("A", 1024, 600), ("C", 128, 200), ("B", 32, 80)):
         data = rankwise.HDF5Dataset(folder / f"{kind}.h5", fields=["data", "classes"] if kind == "B" else ["x", "y"])
         one = functools.partial(within_an_epoch, data, size, count)
+        bare = functools.partial(RawSequences if kind == "B" else Raw, folder / f"{kind}.h5", size)
         ways = {
             "here": lambda _, one=one: one(),
             "a thread 4 ahead": lambda _, one=one: one(**thread),
             "a process 4 ahead": lambda _, one=one: one(**process),
+            "a bare gather here": lambda _, make=bare, n=count: timed(make(), n),
+            "a bare gather by a process 4 ahead": lambda _, make=bare, n=count: by_another(make(), n),
         }
         found = rounds(ways, turns, warm=1, rotate=True)
         for name, seconds in found.items():
