@@ -4,11 +4,11 @@
 
 A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
 padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. Every
-way runs once per round. The numbers are CPU seconds per batch of this process and its workers, so that other programs on the
-machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which excludes the start of the
-workers, beside a bare gather here and in another process, the floor of a hand-over. With --gzip: 16,384 rows of 4 kB in gzip
-chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks. With --open: a file of RETURNN's with a million
-sequences and tags, opened to the first shuffled batch, compared with its lengths read in one slice.
+way has a process of its own, and runs once per round. The numbers are CPU seconds per batch of this process and its workers,
+so that other programs on the machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which
+excludes the start of the workers, beside a bare gather here and in another process, the floor of a hand-over. With --gzip:
+16,384 rows of 4 kB in gzip chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks. With --open: a file
+of RETURNN's with a million sequences and tags, opened to the first shuffled batch, compared with its lengths read in one slice.
 RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 """
 
@@ -243,6 +243,39 @@ def timed(one, count: int, first: bool = True) -> float:
     return (cpu_s() - began) / count
 
 
+class Apart:
+    """A way in a process of its own, as in a training. In one process, the threads of one way run in the turn of the next, and
+    its batches lie where the next would lay its own."""
+
+    def __init__(self, one) -> None:
+        self._here, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("fork").Process(target=self._serve, args=(one, there))
+        self._process.start()
+
+    def _serve(self, one, there) -> None:
+        while (turn := there.recv()) is not None:
+            there.send(one(turn))
+        os._exit(0)  # with threads and workers that wait for the next turn
+
+    def __call__(self, turn: int) -> float:
+        self._here.send(turn)
+        return self._here.recv()
+
+    def stop(self) -> None:
+        self._here.send(None)
+        self._process.join()
+
+
+def apart(ways: dict, turns: int) -> dict:
+    """`rounds` of these ways, each in its own process."""
+    processes = {name: Apart(one) for name, one in ways.items()}
+    try:
+        return rounds(processes, turns, warm=1, rotate=True)
+    finally:
+        for process in processes.values():
+            process.stop()
+
+
 def ways_of(kind: str, path: Path, size: int) -> dict:
     data = rankwise.HDF5Dataset(path, fields=["data", "classes"] if kind == "B" else ["x", "y"])
 
@@ -304,7 +337,7 @@ def hand_over(folder: Path, turns: int) -> None:
             "a bare gather here": lambda _, make=bare, n=count: timed(make(), n),
             "a bare gather by a process 4 ahead": lambda _, make=bare, n=count: by_another(make(), n),
         }
-        found = rounds(ways, turns, warm=1, rotate=True)
+        found = apart(ways, turns)
         for name, seconds in found.items():
             print(f"| {kind} | {name} | {median(seconds) * 1e6:.0f} | {spread(ratios(seconds, found['here']))} |", flush=True)
 
@@ -408,7 +441,7 @@ def main() -> None:
     for kind, size, count in (("A", 1024, 400), ("C", 128, 200), ("B", 32, 60)):
         ways = ways_of(kind, args.folder / f"{kind}.h5", size)
         called = {name: (lambda turn, one=one, n=count * share: timed(one, int(n))) for name, (one, share) in ways.items()}
-        found = rounds(called, args.rounds, warm=1, rotate=True)
+        found = apart(called, args.rounds)
         bare, ours = list(found.values())[:2]
         for name, seconds in found.items():
             goal = f" (goal {GOALS[kind]})" if seconds is ours else ""
