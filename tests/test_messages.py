@@ -34,7 +34,7 @@ NOT_READ = (
     "Failed to recv, got 0 bytes",
     "range must be greater than zero|Numerical value invalid",
     "(?P<why>No route to host|Network is unreachable|Host is down)",
-    "ssh with -H, manual with its",  # --help
+    "ssh with -H, manual with",  # --help
     "commit none (not in a git repository)",  # code.txt
     "# ... cut: the diff has",
     "# 75: stopped and saved",  # the script of a job

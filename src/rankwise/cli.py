@@ -107,8 +107,8 @@ def _of_schedulers() -> list[click.Option]:
     from rankwise import schedulers
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))
-    default = "ssh with -H, manual with its --node-rank, the job that this shell is in, what the site file says, else local"
-    on = f"What starts the nodes: {names}.  [default: {default}]"
+    default = "ssh with -H, manual with --node-rank, the job that this shell is in, that of the site file, else local"
+    on = f"What starts the ranks: {names}.  [default: {default}]"
     found = [click.Option(["--on"], metavar="SCHEDULER", help=on)]
     for name, option in schedulers.options().items():
         more: dict[str, Any] = {"is_flag": True} if option.kind is bool else {"metavar": option.metavar}
@@ -138,14 +138,16 @@ def _begins(word: str, option: str) -> bool:
     "master_port",
     type=int,
     metavar="PORT",
-    help="Port at which the ranks meet.  [default: a free one, or 29500 with --node-rank]",
+    help="Port of rank 0, to which the other ranks connect.  [default: a free one, or 29500 with --node-rank]",
 )
-@click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
-@click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
-@click.option("--fresh", is_flag=True, help="Start from scratch; move an older run of this name aside.")
-@click.option("--config", metavar="FILE.toml", help="Settings of a run, named like these options; options win.")
-@click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
-@click.option("--stop-after", metavar="TIME", help="Save and stop when the run has taken this long, to resume later: 90m, 12h.")
+@click.option("--name", metavar="RUN", help="Name of the run.  [default: that of the script]")
+@click.option("--run-dir", metavar="DIR", help="Folder of the run.  [default: ./runs/RUN]")
+@click.option("--fresh", is_flag=True, help="Start from scratch; rename the folder of an older run of this name.")
+@click.option(
+    "--config", metavar="FILE.toml", help="A file with settings, named like these options. The command line has precedence."
+)
+@click.option("--max-restarts", type=int, metavar="K", help="How often to restart all ranks after a failure.  [default: 0]")
+@click.option("--stop-after", metavar="TIME", help="Stop and save after this time: 90m, 12h. The same command resumes.")
 @click.option(
     "--checkpoint-scope",
     metavar="main|node",
@@ -154,7 +156,7 @@ def _begins(word: str, option: str) -> bool:
 @click.option(
     "--sync",
     metavar="STRATEGY",
-    help="How the ranks are synchronised if the script does not set it: diloco:32, local-sgd:16, all-reduce:bf16.  "
+    help="How the ranks are synchronised, if the script does not set it: diloco:32, local-sgd:16, all-reduce:bf16.  "
     "[default: the exact gradient]",
 )
 @click.option(
@@ -162,14 +164,14 @@ def _begins(word: str, option: str) -> bool:
     "grace_s",
     type=float,
     metavar="SECONDS",
-    help="How long ranks may take to stop when asked, before they are killed.  [default: 120]",
+    help="After a request to stop, kill ranks that have not exited within this time.  [default: 120]",
 )
 @click.option(
     "--stall-warn",
     "stall_warn_s",
     type=float,
     metavar="SECONDS",
-    help="Report which rank blocks the others after this long without progress; 0 is never.  [default: 120]",
+    help="After this time without progress, report which rank blocks the others; 0 is never.  [default: 120]",
 )
 @click.option(
     "--check-collectives",
@@ -179,7 +181,7 @@ def _begins(word: str, option: str) -> bool:
 @click.option(
     "--allow-independent",
     is_flag=True,
-    help="Start even if this is one of several tasks of srun, mpirun or torchrun: each task is then a run of its own.",
+    help="Start even if this is one of several tasks of srun, mpirun or torchrun: each task is then a separate run.",
 )
 @click.option(
     "--start-method",
@@ -199,10 +201,10 @@ def _begins(word: str, option: str) -> bool:
     "node_wait_s",
     type=float,
     metavar="SECONDS",
-    help="How long to wait for missing nodes before MIN nodes are enough.  [default: 30]",
+    help="With --nodes MIN:MAX, how long to wait for missing nodes.  [default: 30]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the job script, write it to the run directory, and start nothing.")
-@click.option("--wait", is_flag=True, help="Follow a queued job, and exit with its status.")
+@click.option("--wait", is_flag=True, help="Wait for the queued job, show its output, and exit with its status.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
     """Run SCRIPT.py on every device of this machine, or of several.
@@ -224,7 +226,7 @@ def run(config: str | None, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.argument("run", metavar="[RUN]", required=False)
 def status(run: str | None, as_json: bool) -> None:
     """Show whether a run waits, runs or has finished.
@@ -244,8 +246,8 @@ def status(run: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.option("--rank", type=int, metavar="N", help="Show the output of this rank.  [default: 0]")
-@click.option("--all", "everyone", is_flag=True, help="Show the output of all ranks, each line with its rank.")
-@click.option("-f", "--follow", is_flag=True, help="Then follow the output until the run has finished.")
+@click.option("--all", "everyone", is_flag=True, help="Show the output of all ranks, and begin each line with its rank.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the output until the run has finished.")
 @click.argument("run", metavar="[RUN]", required=False)
 def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> None:
     """Print what the ranks of a run have printed.
@@ -265,7 +267,9 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
 @main.command()
 @click.argument("run", metavar="[RUN]", required=False)
 def cancel(run: str | None) -> None:
-    """Ask a run to save and stop, wherever it runs or waits.
+    """Stop a run after its current step, and save.
+
+    A job that still waits is removed from its queue.
 
     RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
@@ -280,8 +284,8 @@ def cancel(run: str | None) -> None:
 def report(runs: tuple[str, ...]) -> None:
     """Show what a run did: attempts, loss, where its time went.
 
-    RUN is a name under ./runs, or a folder. It is not needed if there is only one run. Of several runs, it shows how fast they
-    were: whether more ranks helped.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run. With several RUNs, it compares how fast
+    they were, to show whether more ranks helped.
     """
     from rankwise.report.terminal import print_report
 
@@ -298,8 +302,8 @@ def report(runs: tuple[str, ...]) -> None:
 def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
     """Test whether SCRIPT.py trains the same on any number of ranks.
 
-    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
-    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
+    It takes a few steps on 1, 2 and 4 ranks, and checks gradients, samples, random numbers and steps; with a Trainer also
+    resuming and evaluation. It writes nothing into a run directory. The exit status is 1 if a check has FAILED.
     """
     import os
 
@@ -311,12 +315,12 @@ def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: rank, local_rank, world_size, ..., source, origin, error.")
 @click.option("--allow-independent", is_flag=True,
-              help="Accept that one of several processes that nothing connects trains alone.")  # fmt: skip
+              help="Accept that this is one of several processes that nothing connects: it trains alone.")  # fmt: skip
 def explain(as_json: bool, allow_independent: bool) -> None:
     """Show which rank a process started here is, and why.
 
     Each number is printed with the variable that it comes from.
-    Put it in front like the script: srun rankwise explain. Exit status 2 means that the script would not start.
+    Start it like the script: srun rankwise explain. Exit status 2 means that the script would not start.
     """
     import os
 
@@ -336,17 +340,19 @@ def explain(as_json: bool, allow_independent: bool) -> None:
 def checkpoint() -> None:
     """List, verify, export or remove a run's checkpoints.
 
-    RUN is a name under ./runs, a run directory, or a folder of checkpoints. It is not needed if only one run has some.
+    RUN is a name under ./runs, a run directory, or a folder of checkpoints. It is not needed if only one run has checkpoints.
     """
 
 
 _RUN = click.argument("run", metavar="[RUN]", required=False)
-_WHICH = click.option("--checkpoint", "name", metavar="STEP", help="Its step: step-00000400, or 400.  [default: the newest]")
+_WHICH = click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: the newest]")
 _TO = click.option("--to", required=True, metavar="FILE", type=click.Path(path_type=Path), help="FILE.pt or FILE.safetensors.")
 _FORCE = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 _PART = click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
 _BY = click.option("--by", metavar="NAME", help="The metric that decides which is best.  [default: the run's keep_best]")
-_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="Which is best, with --by (not for a loss).")
+_LARGER = click.option(
+    "--larger-is-better/--less-is-better", default=None, help="Which values of --by are best (not needed for a loss)."
+)
 
 
 @checkpoint.command("ls")
@@ -373,11 +379,11 @@ def show(run: str | None, name: str | None, as_json: bool) -> None:
 
 @checkpoint.command()
 @_RUN
-@click.option("--checkpoint", "name", metavar="STEP", help="Its step: step-00000400, or 400.  [default: all]")
+@click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: all]")
 def verify(run: str | None, name: str | None) -> None:
     """Read every byte, and report each corrupted file and tensor.
 
-    Exit status 1 if there is any.
+    The exit status is 1 if something is corrupted.
     """
     from rankwise.checkpoint import commands, folders
 
@@ -399,7 +405,7 @@ def verify(run: str | None, name: str | None) -> None:
 def export_model(run: str | None, to: Path, name: str | None, part: str, force: bool) -> None:
     """Write only the model, for other programs.
 
-    Its state dict, as safetensors or for torch.load(weights_only=True).
+    FILE gets the state dict: FILE.pt for torch.load(weights_only=True), FILE.safetensors for safetensors.
     """
     from rankwise.checkpoint import commands, folders
 
@@ -424,7 +430,7 @@ def average_model(
 ) -> None:  # fmt: skip
     """Write the mean of the models of several checkpoints.
 
-    Summed in float64. Counts and other integers come from the newest.
+    The mean is computed in float64. Integers, such as counters, are those of the newest checkpoint.
     """
     from rankwise.checkpoint import commands, folders
 
@@ -440,8 +446,8 @@ def average_model(
 @click.option("--keep-best", type=int, metavar="N", help="Keep the best N, too.")
 @_BY
 @_LARGER
-@click.option("--older-than", metavar="AGE", help="Keep younger ones, too: 12h, 7d, 2w.")
-@click.option("--keep", multiple=True, metavar="STEP", help="Keep this one. Repeatable.")
+@click.option("--older-than", metavar="AGE", help="Remove only those that are older: 12h, 7d, 2w.")
+@click.option("--keep", multiple=True, metavar="STEP", help="Keep this one, too. Repeatable.")
 @click.option("--yes", is_flag=True, help="Remove them. Without it, only print what would be removed.")
 def prune(run: str | None, yes: bool, **rules: Any) -> None:
     """Remove the checkpoints that no rule keeps.

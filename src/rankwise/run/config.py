@@ -53,13 +53,13 @@ class RunConfig:
     """Where the run writes; by default ./runs/<name>."""
 
     fresh: bool = False
-    """Move an older run of the same name aside and start from scratch, instead of resuming it."""
+    """Rename the folder of an older run of this name and start from scratch, instead of resuming it."""
 
     master_port: int = 0
     """The port at which the ranks meet; 0 is a free one."""
 
     allow_independent: bool = False
-    """Start even if another launcher has started this process several times; each is then a separate run."""
+    """Start even if this is one of several tasks of another launcher; each task is then a separate run."""
 
     join_timeout_s: float = 300.0
     """How long to wait for the other nodes."""
@@ -68,7 +68,7 @@ class RunConfig:
     """How long to wait for a missing node if fewer nodes are enough (--nodes MIN:MAX)."""
 
     max_restarts: int = 0
-    """How often to start all ranks again after a failure."""
+    """How often to restart all ranks after a failure."""
 
     stop_after: str | None = None
     """Save and stop all ranks after their current step, when the run has taken this long: `90m`, `12h`."""

@@ -33,7 +33,7 @@ HOSTFILE = Option(
     "hostfile", "A file of hosts, one per line: `host slots=2`.", metavar="FILE", instead_of="hosts", heading=_NODES
 )  # fmt: skip
 NODES = Option(
-    "nodes", "How many nodes; MIN:MAX continues while MIN of them are left.", metavar="N|MIN:MAX",
+    "nodes", "How many nodes; with MIN:MAX the run continues while MIN of them are left.", metavar="N|MIN:MAX",
     spellings=("--nodes", "--nnodes"), within=True, heading=_NODES,
     check=lambda value: None if counts(value) != (0, 0) else "a number of nodes, or the minimum and the maximum: 1:4",
 )  # fmt: skip
@@ -50,7 +50,7 @@ MASTER_ADDR = Option(
     spellings=("--master-addr", "--master_addr"), heading=_NODES,
 )  # fmt: skip
 SETUP = Option(
-    "setup", "A shell command for the job to run first: \"module load cuda\". Repeatable.", kind=list, metavar="LINE",
+    "setup", "A shell command that the job runs first: \"module load cuda\". Repeatable.", kind=list, metavar="LINE",
     within=True, heading=_QUEUE,
 )  # fmt: skip
 REQUEUE = Option(
