@@ -415,7 +415,7 @@ def test_the_warm_process_killed_before_the_ranks_are_there_does_no_harm(launch)
     os.kill(warm, signal.SIGKILL)
     assert run.wait() == 0
     assert run.run.log(1).read_text() == "ran\n"
-    assert "each rank imports torch by itself" in run.output()
+    assert "each rank imports torch separately" in run.output()
 
 
 def test_the_warm_process_killed_while_the_ranks_run_is_told_and_does_no_harm(launch) -> None:
@@ -731,7 +731,7 @@ def test_a_launcher_that_torchrun_has_started_several_times_refuses_to_make_seve
     env = {**os.environ, **triple, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     refused = rankwise("run", "--nproc", "1", "script.py", env=env)
     assert refused.returncode == 2
-    assert "each would start a run of its own" in refused.stderr
+    assert "each would start a separate run" in refused.stderr
     assert rankwise("run", "--nproc", "1", "--allow-independent", "script.py", env=env).stdout == "alone\n"
 
 

@@ -280,7 +280,7 @@ def test_a_script_that_sets_variables_before_it_imports_torch_is_obeyed_and_that
     )
     assert run.wait() == 0
     plain = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True).stdout
-    assert "line 2 sets environment variables before torch is imported: each rank imports torch by itself" in run.output()
+    assert "line 2 sets environment variables before torch is imported: each rank imports torch separately" in run.output()
     assert run.run.log(0).read_text() == plain
 
 

@@ -579,7 +579,7 @@ RESULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "none": (lambda loss: None, "step_fn returned NoneType"),
     "three": (lambda loss: (loss, 1, 2), r"a tuple of 3 \(Tensor of shape \(\), int, int\)"),
     "scores": (lambda loss: (loss, torch.ones(4, 3)), r"a tuple of 2 \(Tensor of shape \(\), Tensor of shape \(4, 3\)\)"),
-    "nothing": (lambda loss: (loss, 0), "its counts sum to 0, in each of the 12 steps: nothing was trained"),
+    "nothing": (lambda loss: (loss, 0), "the counts of all ranks add up to 0, in each of the 12 steps: nothing was trained"),
     "float": (lambda loss: (loss.item(), 1), r"a tuple of 2 \(float, int\)"),
     "list": (lambda loss: [loss, 1], "step_fn returned list"),
     "vector": (lambda loss: (loss.reshape(1), 1), r"must be a scalar .* shape \(1,\)"),

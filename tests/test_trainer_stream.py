@@ -161,7 +161,7 @@ def test_uneven_streams_train_as_one_process_on_what_all_ranks_have_in_a_step(po
             assert number == steps
             assert parameters == pytest.approx(expected, rel=1e-5)
             assert metrics["eval_x"] == pytest.approx(sum(every) / len(every))  # all samples, with any policy
-        assert f"a stream of its own on each rank (uneven: {policy})\n" in on_main
+        assert f"a separate stream on each rank (uneven: {policy})\n" in on_main
 
 
 def stopped_and_resumed_by(run_dir: Path, policy: str) -> tuple[list[float], int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SOURCE = ROOT / "src" / "rankwise"
 SOURCES = sorted(SOURCE.rglob("*.py"))
 
@@ -23,11 +23,12 @@ WRONG = {
     r"(is|are|was) told": "rankwise reports, prints",
     r"is said": "rankwise reports, prints",
     r"by ssh": "over ssh",
-    r"(one|a task|a rank) a (GPU|node|device|rank|host)": "one per ...",
+    r"(one|a task|a rank) a (GPU|node|device|rank|host|task|slot|core)": "one per ...",
     r"in (the )?place of": "instead of",
     r"goes on where": "resumes",
     r"by hand": "manually",
     r"of one's own": "your own",
+    r"an? \w+ of (its|your|their) own": "its own ..., a separate ...",
     r"is none of": "is not",
 }
 _ANY = re.compile(rf"\b({'|'.join(WRONG)})\b", re.IGNORECASE)
@@ -92,6 +93,7 @@ def test_docstrings_and_comments_use_plain_words(source: Path) -> None:
 def test_each_wrong_word_is_found() -> None:
     assert wrong("its last life, begun anew") == ["life", "anew"]
     assert wrong("one a GPU is told by\n  ssh") == ["one a GPU", "is told", "by ssh"]
+    assert wrong("a run of its own, and its own run") == ["a run of its own"]
     assert wrong("it lived, alive, livestock, by sshd, one per GPU") == []
     assert list(prose('"""It is told\n\n    f(life)\n"""\nx = "life"  # `life`, by ssh\n')) == [
         '"""It is told\n\n"""',

@@ -96,17 +96,18 @@ _PREDICTED = Argument(DATA.accepts, "a dataset")
 
 
 class Trainer:
-    """Trains `model` with `optimizer` on `train_data`; all arguments after these four are keyword-only.
+    """Trains `model` with `optimizer` and `step_fn` on `train_data`; all arguments after these four are keyword-only.
 
-    `model`: the module with all trained parameters. `step_fn(model, batch)` -> (loss sum, count). `train_data`: a
-    `Loader`, or a dataset with `batch_size` (samples per rank and micro-batch) or `global_batch_size` (of a step, over all
-    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once per optimizer step,
-    but not after a skipped step; torch's ReduceLROnPlateau gets eval_loss. `clip_norm`: the largest norm of the mean gradient.
-    `precision`: fp32, bf16, fp16, or a Precision. `sync`: a strategy or its name, "local-sgd:16"; by default the name typed
-    after --sync, or AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset: its loss after each epoch.
-    `checkpoints`: when the state is saved, and which checkpoints are kept; by default every 300 seconds, the last two.
-    `actions`: callables of the TrainState, run after each step, after the evaluation (rankwise.actions). `seed`: the order of
-    the samples and the ranks' random streams (0). `run_dir`: where to write if the script was started without `rankwise run`.
+    `model`: the module with all trained parameters. `step_fn(model, batch)` -> (loss sum, count). `train_data`: a `Loader`, or
+    a dataset with `batch_size` (samples per rank and micro-batch) or `global_batch_size` (of a step, over all ranks), and
+    `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once per optimizer step, but not
+    after a skipped step; torch's ReduceLROnPlateau gets eval_loss. `clip_norm`: the largest norm of the mean gradient.
+    `precision`: fp32, bf16, fp16, or a Precision. `sync`: a strategy or its name, "local-sgd:16"; by default that of
+    `rankwise run --sync`, otherwise AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset to compute the loss
+    on after each epoch. `checkpoints`: when the state is saved, and which checkpoints are kept; default: every 300 s, the last
+    two. `actions`: callables of the TrainState, run after each step, after the evaluation (rankwise.actions). `seed` (0): sets
+    the order of the samples and the random numbers of the ranks. `run_dir`: where to write if the script was started without
+    `rankwise run`.
 
     A run directory with checkpoints is resumed; `fit(fresh=True)` starts from scratch. Raises ConfigError for wrong arguments.
     """
@@ -444,7 +445,8 @@ class Trainer:
         self._actions.replicas.before_save(state)
 
     def _meet(self) -> None:
-        """Collective. If actions have changed on only one rank what is trained, this finds it before anything else is done."""
+        """Collective. Finds out, before anything else is done, whether actions have changed what is trained on only one
+        rank."""
         if self._actions.given:
             self.sync.meet()
 

@@ -158,6 +158,6 @@ def with_an_average_that_nothing_updates(folder: Path) -> list[str]:
 def test_an_average_that_is_evaluated_and_is_no_action_is_a_warning(tmp_path: Path) -> None:
     [told] = on_ranks(1, with_an_average_that_nothing_updates, tmp_path)
     assert {text for text in told if "actions" in text} == {
-        "Evaluate(name='forgotten'): its EMA has averaged no step so far, so this measures the model from the start; add it to "
+        "Evaluate(name='forgotten'): its EMA has averaged no step so far, so this measures the initial model; add it to "
         "actions=[...]"
     }

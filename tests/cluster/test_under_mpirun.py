@@ -56,7 +56,7 @@ def test_the_line_of_returnns_documentation_works_as_it_stands(openmpi: Start, s
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: there is nothing to bind away")
 def test_ranks_that_open_mpi_binds_to_one_core_are_told_once_with_the_cure(openmpi: Start, script: str) -> None:
-    line = "Open MPI has bound each rank to one core"
+    line = "Open MPI has bound each rank and its loader workers to one core"
     bound = openmpi("-np", "2", PYTHON, script, OMPI_MCA_rmaps_base_oversubscribe="0")
     assert bound.stderr.count(line) == 1, bound.stderr
     assert "mpirun --bind-to none" in bound.stderr

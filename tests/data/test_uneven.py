@@ -209,4 +209,4 @@ def test_a_policy_is_for_streams_that_say_they_are_split() -> None:
         next(iter(loaders(OfRank((9, 9, 9)), 3, global_batch_size=2)[0]))
     (loader,) = loaders(OfRank((9,)), 1)
     assert (loader.is_stream, loader.is_split, loader.samples, loader.fewest) == (True, True, None, 0)
-    assert loader.describe() == "a stream of its own on each rank (uneven: join)"
+    assert loader.describe() == "a separate stream on each rank (uneven: join)"

@@ -203,7 +203,7 @@ def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
         ({"npoc": 2}, "npoc=2: not a setting of a run; the settings are: nproc, "),
         ({"nproc": 0}, 'run_function(nproc=0): give a whole number of at least 1, or "auto"'),
         ({"dry_run": True}, "dry_run=True: a function has no dry run"),
-        ({"array": "0-3"}, "submit each with a name of its own"),
+        ({"array": "0-3"}, "submit each with its own name"),
         ({"node_rank": 1, "nodes": 2}, "node_rank=1: a function is started once, for all its nodes"),
         ({"argv": ("x",)}, "argv=('x',): not a setting of a run"),
         ({"on": "nowhere"}, "there is no scheduler nowhere; choose local"),

@@ -218,7 +218,7 @@ def found(source: str) -> list[str]:
 def test_a_script_that_starts_processes_itself_is_told_with_its_line(source: str) -> None:
     (text,) = found(source)
     assert text.startswith(
-        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use python"
+        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank would start them again: use python"
     )
 
 

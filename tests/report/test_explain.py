@@ -199,8 +199,8 @@ rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
   world size        4        SLURM_STEP_NUM_TASKS
   local world size  2        SLURM_GTIDS, counted
   node rank         1        SLURM_NODEID
-  master address    unknown  Slurm gives no address: rank 0 announces its own, or set  MASTER_ADDR
-  master port       unknown  Slurm gives no port: rank 0 announces its own, or set  MASTER_PORT
+  master address    unknown  Slurm gives no address: rank 0 announces its own, or set MASTER_ADDR
+  master port       unknown  Slurm gives no port: rank 0 announces its own, or set MASTER_PORT
 
 not taken
   torchrun    needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set

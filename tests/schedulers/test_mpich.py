@@ -41,7 +41,7 @@ def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
 
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
     assert (
-        scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives no port: rank 0 announces its own, or set  MASTER_PORT"
+        scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives no port: rank 0 announces its own, or set MASTER_PORT"
     )
     ranks = scheduler.ranks({**MPICH[0], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)

@@ -43,7 +43,7 @@ def test_on_one_node_the_index_of_the_node_is_known() -> None:
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
     ranks = scheduler.ranks(OPENMPI[2])
     assert (ranks.master_addr, ranks.master_port) == (None, None)
-    assert ranks.origin["master_addr"] == "Open MPI gives no address: rank 0 announces its own, or set  MASTER_ADDR"
+    assert ranks.origin["master_addr"] == "Open MPI gives no address: rank 0 announces its own, or set MASTER_ADDR"
     ranks = scheduler.ranks({**OPENMPI[2], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
     assert (ranks.origin["master_addr"], ranks.origin["master_port"]) == ("MASTER_ADDR", "MASTER_PORT")

@@ -54,8 +54,8 @@ def test_a_task_of_a_step_finds_its_numbers(envs: list[Env], rank: int) -> None:
         "local_rank": "SLURM_LOCALID",
         "local_world_size": "SLURM_GTIDS, counted",
         "node_rank": "SLURM_NODEID",
-        "master_addr": "Slurm gives no address: rank 0 announces its own, or set  MASTER_ADDR",
-        "master_port": "Slurm gives no port: rank 0 announces its own, or set  MASTER_PORT",
+        "master_addr": "Slurm gives no address: rank 0 announces its own, or set MASTER_ADDR",
+        "master_port": "Slurm gives no port: rank 0 announces its own, or set MASTER_PORT",
     }
 
 

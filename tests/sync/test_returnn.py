@@ -59,7 +59,7 @@ def scaled() -> tuple[float, list[str]]:
 def test_a_scaled_learning_rate_is_multiplied_and_with_summed_gradients_that_is_told() -> None:
     for factor, notes in on_ranks(3, scaled):
         assert factor == 3.0
-        assert notes[-1].endswith("with SGD a step is 9 times as long as one rank's")
+        assert notes[-1].endswith("with SGD a step is 9 times as large as with AllReduce() and the rate that is not scaled")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_hundred_in_a_row_end_the_run_and_a_step_between_does_not(skipped: Ski
 def test_a_run_that_has_trained_nothing_is_an_error_in_its_last_step(skipped: SkippedSteps, state: TrainState) -> None:
     skip(skipped, state, 1, NOTHING)
     state.last = True
-    with pytest.raises(StepError, match=r"its counts sum to 0, in each of the 2 steps: nothing was trained"):
+    with pytest.raises(StepError, match=r"the counts of all ranks add up to 0, in each of the 2 steps: nothing was trained"):
         skip(skipped, state, 1, NOTHING)
 
 

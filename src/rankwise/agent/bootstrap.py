@@ -108,7 +108,7 @@ def _guarded(body: Callable[[int], int], apart: bool = False) -> int:
     on this host would.
 
     `body` gets the reading end of a pipe. This process writes to it the number of each stop signal that it receives. `apart`:
-    the child gets a process group of its own, because mpirun and srun signal the whole group: the ranks too.
+    the child gets its own process group, because mpirun and srun signal the whole group: the ranks too.
     """
     processes.become_subreaper()
     guard = os.getpid()
@@ -195,7 +195,7 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
 
 
 def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs, attempts_before: int) -> int:
-    """The exit status that the queue gets. A queue that will start the job again expects a status of its own. In other queues,
+    """The exit status that the queue gets. A queue that will start the job again expects its own status. In other queues,
     a run that stopped and saved is not a failed job: how the run ended is in its record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
@@ -245,7 +245,7 @@ def _start_of_this_job(env: Mapping[str, str]) -> str:
 
 
 def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for an agent on another host, which a login shell starts with an environment of its own."""
+    """The variables to set for an agent on another host, which a login shell starts with its own environment."""
     return {name: value for name, value in env.items() if name not in _OF_THE_HOST and not name.startswith("XDG_")}
 
 

@@ -186,7 +186,7 @@ def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> Excep
     return replace(
         told,
         exception=f"{told.exception.partition(':')[0]}: the last loss did not use {listed(found, _MOST_NAMES)}",
-        remark="DDP waits for every gradient; if they are unused on purpose, pass find_unused_parameters=True to DDP",
+        remark="DDP waits for every gradient; if this is intended, pass find_unused_parameters=True to DDP",
     )
 
 

@@ -2,7 +2,7 @@
 
     status = Head(plan, run, events, screen, nodes).run()
 
-One thread, one selector; only what is printed has a thread of its own (outlet.py). The head deals with nodes only (node.py,
+One thread, one selector; only what is printed has its own thread (outlet.py). The head deals with nodes only (node.py,
 remote.py): ranks of its own host and of another look the same here.
 """
 

@@ -364,7 +364,7 @@ class Node:
             self._starter.close()
         elif "failed" in message:
             self.sink.say(
-                f"torch cannot be imported once for all ranks ({message['failed']}): each rank imports torch by itself"
+                f"torch cannot be imported once for all ranks ({message['failed']}): each rank imports torch separately"
             )
             self._start_cold()
 

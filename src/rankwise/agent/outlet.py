@@ -1,4 +1,4 @@
-"""What the agent prints, written by a thread of its own.
+"""What the agent prints, written by a separate thread.
 
 outlet = Outlet();  outlet.start()
 outlet.put(1, b"step 20\\n")          # returns at once

@@ -71,7 +71,7 @@ _PARTS = Argument(
 
 
 class Checkpoints:
-    """`folder`: where the checkpoints are; None: in the run directory of the launcher, or else in ./runs/<the script's name>.
+    """Saves checkpoints in `folder`, and loads them. By default: in the run directory, or without a launcher in ./runs/SCRIPT.
 
     The Trainer saves every `every_s` seconds, `every_steps` steps and `every_epochs` epochs, and at the steps `at_steps`, which
     are never removed. It keeps the last `keep_last`, and those younger than `keep_younger_than_s`. `keep_best`: the name of a
@@ -183,7 +183,7 @@ class Checkpoints:
 
         `metrics`: measured with the parts as they are now, for `keep_best`. Raises CheckpointError on every rank if the
         checkpoint cannot be written; then nothing incomplete is left, and older checkpoints remain. With `background` the
-        folder is not complete yet, and an error is that of the previous save (like from `wait`): then this save is not started.
+        folder is not complete yet, and an error is that of the previous save (as from `wait`): then this save is not started.
         """
         resume.check_parts(parts)
         own_states.warn_of_left_out(parts)

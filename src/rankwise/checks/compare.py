@@ -51,7 +51,7 @@ def _weights(records: Sequence[Record]) -> Finding:
         return Finding("weights", OK, "the same on {}", where=str(len(records)))
     return Finding(
         "weights", FAILED, f"on {here}: {apart}", "the ranks do not start with the same model",
-        "before the first step, DistributedDataParallel(model) or sync.attach(model, optimizer) sends rank 0's to all",
+        "before the first step, DistributedDataParallel(model) or sync.attach(model, optimizer) sends rank 0's weights to all",
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
                 "random", FAILED, f"rank {rank} draws the same numbers in each step, in {named}",
                 "the script seeds in each step", "seed once, before the loop",
             )  # fmt: skip
-    return Finding("random", OK, f"on {{}} each rank draws numbers of its own, in {named}", where=str(len(told)))
+    return Finding("random", OK, f"on {{}} each rank draws its own numbers, in {named}", where=str(len(told)))
 
 
 # --- gradients and steps

@@ -173,7 +173,7 @@ def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> l
 
 
 def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> None:
-    """Print what was not tested: a loop of your own does not show how it resumes or evaluates."""
+    """Print what was not tested: your own loop does not show how it resumes or evaluates."""
     watched = [record for records in starts.values() for record in records if "findings" not in record]
     if not watched:
         return

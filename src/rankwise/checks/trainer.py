@@ -117,7 +117,7 @@ def _weights(trainer: Trainer) -> Finding:
         return Finding("weights", OK, "the same on {}", where=str(trainer.world.world_size))
     return Finding(
         "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not start with the same model",
-        "let sync.attach(model, optimizer) broadcast rank 0's, and change no parameter between it and the first step",
+        "let sync.attach(model, optimizer) broadcast rank 0's weights, and change no parameter before the first step",
     )  # fmt: skip
 
 

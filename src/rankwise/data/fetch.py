@@ -81,7 +81,7 @@ class Workers(NamedTuple):
         if self.prefetch_factor and not draws_nothing:
             raise ConfigError(
                 f"prefetch_factor={self.prefetch_factor} works only with workers; give num_workers, or remove prefetch_factor "
-                "(without workers, a thread fetches batches ahead only if they are known to draw no random numbers: an "
+                "(without workers, a thread fetches batches ahead only if it knows that the data draws no random numbers: an "
                 "HDF5Dataset, or a dataset with draws_nothing = True, without collate_fn)"
             )
 

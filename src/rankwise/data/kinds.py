@@ -35,7 +35,8 @@ def length(dataset: Any) -> int | None:
         raise DataError(f"the dataset is the class {dataset.__name__}; give an object of it: {dataset.__name__}(...)")
     if isinstance(dataset, DataLoader):
         raise DataError(
-            "a DataLoader does not shard by itself; give its dataset, and give the batch size to the Trainer or Loader"
+            "a DataLoader does not divide its samples among ranks; give its dataset, and give the batch size to the Trainer or "
+            "Loader"
         )
     if isinstance(dataset, IterableDataset):
         return None

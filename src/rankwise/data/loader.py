@@ -92,9 +92,9 @@ class Loader:
     once per epoch and all ranks have the same number of steps, but which samples make a global batch depends on the number of
     ranks.
 
-    Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers. For `__getitems__` and
-    `collate_fn`, the key is that of the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are
-    read one by one); for a stream, (seed, epoch). None of this changes the random streams of the training. A batch that is the
+    Random numbers that a dataset draws depend only on (seed, epoch, sample), with any number of workers. For `__getitems__` and
+    `collate_fn`, they depend on the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are read
+    one by one); for a stream, on (seed, epoch). None of this changes the random streams of the training. A batch that is the
     first to draw from one of the three generators, after others that did not, is made twice.
 
     Raises ConfigError for arguments that contradict each other, DataError for a dataset that cannot be read.
@@ -233,13 +233,13 @@ class Loader:
         return Stream(self._dataset, self._collate_fn, self.seed, rank, ranks, self.drop_last, own=split, repeat=pad)
 
     def at(self, world: World) -> Loader:
-        """The same for a process that is this rank of that world. Call it before the first use."""
+        """The same Loader, for a process that is this rank of that world. Call it before the first use."""
         other = copy.copy(self)
         other._world = world
         return other
 
     def once(self) -> Loader:
-        """The same from the start, for one epoch."""
+        """The same Loader from the start, for one epoch."""
         other = copy.copy(self)
         other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
         other.max_epochs = 1
@@ -391,7 +391,7 @@ class Loader:
         starts = itertools.count(self._steps * (high - low), high - low)
         requests = (Request(self.epoch, start, high - low, self.accumulate) for start in starts)
         own = itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
-        name = self._stream.name + " (full shares alone, by drop_last)" * self.drop_last
+        name = self._stream.name + " (drop_last: only full shares)" * self.drop_last
         yield from in_step(own, policy, self.position, name, self._world.world_size)
 
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
@@ -429,7 +429,7 @@ class Loader:
         if not self.is_stream:
             return f"{self.samples} samples{', of which each rank reads its own part' * (self._split is not None)}{steps}"
         if self._uneven is not None:
-            return f"a stream of its own on each rank (uneven: {self._uneven})"
+            return f"a separate stream on each rank (uneven: {self._uneven})"
         long = "of unknown length" if self.samples is None else f"of {self.samples} samples (its __len__){steps}"
         return f"a stream {long}, in its own order"
 

@@ -246,7 +246,7 @@ def _blocks(cut: _BlockLayout, seed: int, epoch: int, window: int) -> tuple[Indi
 
 
 def _shuffled(positions: Indices, samples: int, *keys: int) -> Indices:
-    """`keys`: seed, epoch, and more numbers for an order of its own."""
+    """`keys`: seed, epoch, and more numbers for another order."""
     if samples < _SMALL:
         found: Indices = np.random.default_rng(_keys(*keys)).permutation(samples)[positions]
         return found
@@ -310,8 +310,8 @@ class _Network(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The same in a third of the time: in a round, a table says what to add. The tables go on behind width and height, so that
-    only the last two must reduce the sums."""
+    """The same in a third of the time: in a round, a table says what to add. The tables continue after width and height, so
+    that only the last two must reduce the sums."""
 
     height: int
     rounds: list[Indices]

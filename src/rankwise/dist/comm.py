@@ -100,7 +100,7 @@ def _refuse_spawn_under_a_launcher() -> None:
     if above is not None and above.world_size > 1:
         raise WorldError(
             f"rank {above.rank} of {above.world_size} ({above.source}) called torch.multiprocessing.spawn: each of these ranks "
-            "starts ranks of its own, which do not join; start the script once with python, or call the spawned function "
+            "would start its own ranks; start the script once with python, or call the spawned function "
             "directly, with rankwise.init() in it without numbers"
         )
 
@@ -159,7 +159,7 @@ def _wait_until_connected() -> None:
     try:
         group.allreduce([torch.zeros(1, device=_CPU)]).wait()  # not dist.all_reduce: the user's first collective is number 1
     except BaseException:
-        dist.destroy_process_group()  # if the script catches this, it must not go on as if it were connected
+        dist.destroy_process_group()  # if the script catches this, it must not continue as if it were connected
         raise
 
 
@@ -293,8 +293,8 @@ def check_together(what: str) -> None:
     """Raises ConfigError inside a guard (run_on_main, for example) if there are other ranks. `what`: why all must be there."""
     if _alone and world_size() > 1:
         raise ConfigError(
-            f"{what}, and inside a guard such as run_on_main only some ranks are there; call this outside, on all ranks, and "
-            "give the guard only what follows from the result"
+            f"{what}, and inside a guard such as run_on_main only some ranks are there; call this on all ranks, outside "
+            "of the guard, and only print or write the result inside it"
         )
 
 

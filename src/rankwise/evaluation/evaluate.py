@@ -122,7 +122,7 @@ class Evaluate:
         if state.step > 1 and getattr(self._model, "is_empty", False):
             log.warning_once(
                 f"Evaluate(name={self.name!r}): its {type(self._model).__name__} has averaged no step so far, so this measures "
-                "the model from the start; add it to actions=[...]"
+                "the initial model; add it to actions=[...]"
             )
         figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)

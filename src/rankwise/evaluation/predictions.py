@@ -57,7 +57,7 @@ def predict(
         raise ConfigError("into=... is called only on rank 0; remove on='all'")
     if loader.is_split:
         raise ConfigError(
-            "predict() needs one order of all samples, and each rank reads a stream of its own; give one that all ranks share"
+            "predict() needs one order of all samples, and each rank reads its own stream; give one that all ranks share"
         )
     loader = loader.of_all()
     mine: list[Part] = []

@@ -45,8 +45,8 @@ _STARTED_ONCE = "a function is started once, for all its nodes; use hosts=... or
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
 _NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the minimum and the maximum: "1:4"'))
 _OF_NO_FUNCTION = {
-    "dry_run": "a function has no dry run; to see the text of a job, type: rankwise run --dry-run script.py",
-    "array": "the results of several runs do not fit into one list; submit each with a name of its own",
+    "dry_run": "a function has no dry run; to see the job script, type: rankwise run --dry-run script.py",
+    "array": "the results of several runs do not fit into one list; submit each with its own name",
     "node_rank": _STARTED_ONCE,
     "master_addr": _STARTED_ONCE,
 }
@@ -166,7 +166,7 @@ class FunctionRun:
 
     def done(self) -> bool:
         """Whether the run has ended: then `result` returns, or raises, at once."""
-        return self._outcome is not None or not self._goes_on()
+        return self._outcome is not None or not self._is_active()
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
         """The results of the function, in the order of the ranks; raises as `run_function` does. TimeoutError if the run did
@@ -212,7 +212,7 @@ class FunctionRun:
         """Ask the run to stop after its current step, and to save; then `result` raises Stopped, or FunctionError."""
         self._ask(signal.SIGTERM)
 
-    def _goes_on(self) -> bool:
+    def _is_active(self) -> bool:
         """Whether the run still runs or waits in a queue. Returns at once."""
         if self._process.poll() is None:
             return True
@@ -262,8 +262,8 @@ class FunctionRun:
         code = attempt.status
         if self._run.call.exists() and not self._is_ours():
             raise FunctionError(
-                f"the results of {self._name} were replaced by those of a later call in another process; give each call a name "
-                'of its own (name="NAME")'
+                f"the results of {self._name} were replaced by those of a later call in another process; give each call its "
+                'own name (name="NAME")'
             )
         if code == 0:
             return [calls.understand(self._run.result(rank), rank) for rank in range(attempt.ranks)]

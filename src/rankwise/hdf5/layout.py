@@ -270,7 +270,7 @@ def _check_sources(dataset: Any, path: str, name: str) -> None:
         if is_remote(path) or not any(exists(Path(home, file)) for home in (Path(path).parent, ".")):
             raise DataError(
                 f"{path}: {name} is a virtual dataset, and its data is in {file}, which is not beside it: HDF5 would read "
-                "zeros; give HDF5Dataset the files with the data (and no virtual dataset where they are copied by cache=)"
+                "zeros; give HDF5Dataset the files with the data (cache= does not copy them for a virtual dataset)"
             )
 
 

@@ -217,7 +217,7 @@ def refusal(name: str, argument: str, value: Any, kind: Argument) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value on one line, cut if it is long; an object without a repr of its own by its class."""
+    """A value on one line, cut if it is long; an object without its own repr by its class."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a repr of the user's class that fails

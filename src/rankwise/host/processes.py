@@ -23,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those to handle. After `nohup` SIGHUP is ignored, and stays ignored: the run goes on when the terminal closes."""
+    """Those to handle. After `nohup` SIGHUP is ignored, and stays ignored: the run continues when the terminal closes."""
     return tuple(s for s in STOP_SIGNALS if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
 
 

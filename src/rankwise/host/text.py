@@ -114,7 +114,7 @@ _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
 
 
 def folded(text: str, columns: int) -> str:
-    """A message in lines of at most `columns`, broken between words. A command at its end is a line of its own, to be copied.
+    """A message in lines of at most `columns`, broken between words. A command at its end is a separate line, to be copied.
 
     Only the first line of `text` is folded: the rest stays unchanged (a line of source, a traceback).
     """

@@ -70,7 +70,7 @@ def dumps(value: Any) -> bytes:
     try:
         import cloudpickle
     except ImportError:
-        raise NotPortableError(f"{why}; define it in a module of its own, or type: pip install 'rankwise[functions]'") from None
+        raise NotPortableError(f"{why}; define it in a separate module, or type: pip install 'rankwise[functions]'") from None
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:

@@ -22,7 +22,7 @@ class Caller:
     """How the caller gives the run another name."""
 
     fresh_option: str
-    """The option that moves an older run aside."""
+    """The option that renames an older run."""
 
     reads: bool
     """Whether somebody reads what is printed. Code gets an exception, or the run, instead."""

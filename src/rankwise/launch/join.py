@@ -45,7 +45,7 @@ def together(env: Mapping[str, str]) -> Started | None:
     if tasks is None or one_per_node is None or not isinstance(launcher, Jobs):
         raise WorldError(
             f"this is one of {found.world.world_size} processes of one job ({found.source}: "
-            f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
+            f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a separate run; start rankwise "
             "once, or start the script with that launcher: python script.py (for separate runs: --allow-independent)"
         )
     return Started(launcher, tasks, one_per_node)

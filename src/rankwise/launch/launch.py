@@ -66,7 +66,7 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
         environment = {} if choice.gpus is None else {"CUDA_VISIBLE_DEVICES": choice.gpus}
         nproc, why = (0, "auto") if config.nproc == "auto" else (int(config.nproc), "as asked")
         if started is not None and config.nproc == "auto" and not started.one_per_node:
-            nproc, why = 1, "one a task"
+            nproc, why = 1, "one per task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
     text = choice.starter.render(plan)
     for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
@@ -92,8 +92,8 @@ def _check_strategy(name: str, program: script.Program) -> None:
     folder = str(Path(program.argv[0]).absolute().parent)
     if not any("rankwise" in text for text in sources.texts([program.argv[0]], [folder])):
         say(
-            f"warning: --sync {name} is for a Trainer, or for rankwise.sync.named() in a loop of your own; {program.name} does "
-            "not import rankwise, so nothing changes"
+            f"warning: --sync {name} is for a Trainer, or for rankwise.sync.named() in your own loop; {program.name} does "
+            "not import rankwise, so --sync has no effect"
         )
 
 
@@ -107,7 +107,7 @@ def _run_here(
     announce: Callable[[int], None],
     call: bytes | None,
 ) -> int:
-    """Run the job's text as a child of this process, pass signals on to it, and print how it ended."""
+    """Run the job script as a child of this process, pass signals on to it, and print how it ended."""
     processes.become_subreaper()  # if the agent is killed, this process inherits its children
     submit.refuse_if_queued(run)
     aside = run.prepare(config.fresh, say)
@@ -246,7 +246,7 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int
 def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, attempts: int, gpus: int) -> None:
     """Print what will run where, and warn if this machine has too little for it."""
     if program.keep_cold is not None:
-        say(f"{program.keep_cold}: each rank imports torch by itself")
+        say(f"{program.keep_cold}: each rank imports torch separately")
     if not choice.is_here:
         say(_headline(program, plan, choice, attempts))
         return
@@ -299,7 +299,7 @@ def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) ->
 
 
 class _Forward:
-    """Passes signals of this process on to the child that runs the job's text, including those that came before the child was
+    """Passes signals of this process on to the child that runs the job script, including those that came before the child was
     started.
 
     `passed`: by signal, the one that another launcher (srun) takes as a request to stop; a second Ctrl-C sends SIGTERM to it.

@@ -120,8 +120,8 @@ def pitfalls(tree: ast.Module) -> list[str]:
     found = []
     if spawns:
         found.append(
-            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use "
-            "python instead of rankwise run, or call the function that it spawns with int(os.environ['RANK'])"
+            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank would start them again: "
+            "use python instead of rankwise run, or call the function that it spawns with int(os.environ['RANK'])"
         )
     if _imports_rankwise(tree):
         return found

@@ -82,7 +82,7 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
     if of_other_name or of_other_module or _are_two_files(before[0], now[0]):
         raise ConfigError(
             f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
-            f"this run another name with {caller.name_option}, or move the older run aside with {caller.fresh_option}"
+            f"this run another name with {caller.name_option}, or rename the older run with {caller.fresh_option}"
         )
     if before[1:] != now[1:]:
         resumes = "; it resumes from its checkpoints" if run.saved() else ""
@@ -102,7 +102,7 @@ def _are_two_files(before: str, now: str) -> bool:
 
 
 def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
-    """Write the records, print only the job's script, start nothing; does not move an older run aside."""
+    """Write the records, print only the job's script, start nothing; does not rename an older run."""
     for run, plan in found:
         refuse_if_queued(run)
         run.prepare(fresh=False)

@@ -157,7 +157,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
         if patience.due():
             say(
                 f"waiting {GONE_S:.0f} s for a heartbeat from pid {holder.pid} on {holder.host}, "
-                f"which has written in {path.parent} since  {stamp(holder.since)}"
+                f"which has written in {path.parent} since {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)
     return True

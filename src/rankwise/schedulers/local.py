@@ -16,8 +16,8 @@ class ThisMachine(Launcher, Foreground):
     options = (GPUS,)
     this_machine = True
     cures: ClassVar = {
-        "nodes": "nothing says where the other nodes are; type -H HOST1,HOST2 to reach them over ssh, --on slurm for its "
-        "queue, or on each of them --node-rank (0, 1, ...) and --master-addr HOST1"
+        "nodes": "nothing says where the other nodes are; type -H HOST1,HOST2 to reach them over ssh, --on slurm to queue a "
+        "job, or type the command on each node, with --node-rank (0, 1, ...) and --master-addr HOST1"
     }
 
     def detect(self, env: Mapping[str, str]) -> bool:

@@ -32,7 +32,7 @@ from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, M
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
-_MISSING = "type the command on a machine that has LSF; --dry-run prints the job's text anywhere"
+_MISSING = "type the command on a machine that has LSF; --dry-run prints the job script on any machine"
 _PREEMPTED = 75  # the head's exit status if the run was saved and shall be resumed
 _PHASES = {
     "PEND": "waiting", "WAIT": "waiting", "PSUSP": "waiting", "RUN": "running", "USUSP": "running", "SSUSP": "running",
@@ -69,7 +69,7 @@ class Lsf(Launcher, Jobs):
             raise not_joined(
                 shown(env, ("LSB_MCPU_HOSTS",)),
                 f"this is one process of an LSF job of {count} hosts",
-                "on all of them: jsrun python script.py where there is jsrun, rankwise run script.py, or rankwise run -H "
+                "on all of them: jsrun python script.py (if there is jsrun), rankwise run script.py, or rankwise run -H "
                 "HOST1,HOST2",
             )
         task = self.array_task(env)

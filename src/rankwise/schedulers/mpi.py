@@ -5,7 +5,7 @@ from __future__ import annotations
 from rankwise.errors import ConfigError
 from rankwise.schedulers.job import call
 
-_MISSING = "install Open MPI or MPICH, or type first what the site says: module load openmpi"
+_MISSING = "install Open MPI or MPICH, or load the module of your site first: module load openmpi"
 
 
 def installed() -> str:

@@ -40,8 +40,8 @@ class OpenMpi(Counting, NamesHosts, Foreground):
     )
     needs = "OMPI_COMM_WORLD_RANK"
     when_bound = (
-        "Open MPI has bound each rank to one core, and the loader workers that it starts with it "
-        "(it does so with -np 1 and 2); with mpirun --bind-to none they use all {cores}"
+        "Open MPI has bound each rank and its loader workers to one core, as it does with -np 1 and 2; "
+        "with mpirun --bind-to none they use all {cores}"
     )
     options = (NODES, *NamesHosts.options)
     # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 and SIGUSR2 on.

@@ -55,7 +55,7 @@ class OtherLaunchers(Launcher):
             raise not_joined(
                 shown(env, [variable]),
                 f"this is one process of {_HOSTS[variable]} of {count} hosts",
-                "start the script on all of them with what the site has for it (jsrun, mpirun), or with rankwise run -H "
+                "start the script on all of them with a launcher of the site (jsrun, mpirun), or with rankwise run -H "
                 "HOST1,HOST2; for this host alone: rankwise run script.py",
             )
         return single("a job of one host")

@@ -34,7 +34,7 @@ from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, M
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
-_MISSING = "type the command on a machine that has PBS; --dry-run prints the job's text anywhere"
+_MISSING = "type the command on a machine that has PBS; --dry-run prints the job script on any machine"
 _WAITING, _RUNNING = "QHWT", "RESUB"
 
 

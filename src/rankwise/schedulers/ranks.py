@@ -99,7 +99,7 @@ def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | No
     """(MASTER_ADDR, MASTER_PORT, their origins) for a launcher that gives no address: where rank 0 listens, if the user has set
     it."""
     origin = {
-        field: name if name in env else f"{launcher} gives no {what}: rank 0 announces its own, or set  {name}"
+        field: name if name in env else f"{launcher} gives no {what}: rank 0 announces its own, or set {name}"
         for field, name, what in (("master_addr", "MASTER_ADDR", "address"), ("master_port", "MASTER_PORT", "port"))
     }
     return env.get("MASTER_ADDR"), whole_number(env, "MASTER_PORT") if "MASTER_PORT" in env else None, origin

@@ -317,7 +317,7 @@ def _array(env: Mapping[str, str]) -> str | None:
 # --- a job for its queue
 
 
-_NOT_HERE = "type the command on a machine that has Slurm; --dry-run prints the job's text anywhere"
+_NOT_HERE = "type the command on a machine that has Slurm; --dry-run prints the job script on any machine"
 
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}

@@ -105,7 +105,7 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
         *there,
         command,
         "status=$?",
-        "# 75: stopped and saved, to go on. Slurm ends this script as soon as it is asked.",
+        "# 75: stopped and saved. Slurm kills this script as soon as it gets the request, so this comes last.",
         '[ "$status" = 75 ] && scontrol requeue "$SLURM_JOB_ID"',
         'exit "$status"',
     ]

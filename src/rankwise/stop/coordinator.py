@@ -51,7 +51,7 @@ def open_gate(world: World) -> tuple[Row | None, Coordinator | None]:
         for link in links:
             link.close("not all nodes connected")
         for text in filter(None, comm.all_gather_object(reason)):
-            log.warn(f"the nodes cannot agree where to stop, so a signal kills the rank that gets it: {text}")
+            log.warn(f"the nodes cannot agree on a last step, so a signal kills the rank that gets it: {text}")
         return None, None
     return row, Coordinator(page, links, world.is_main) if page is not None else None
 

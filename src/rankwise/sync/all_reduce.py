@@ -291,7 +291,7 @@ class AllReduce(NeedsAttach):
         if self._replaced:
             raise StepError(
                 "another strategy was attached to this model or optimizer later; use that one. For two optimizers, make one "
-                "optimizer of both, or, if each part of the model has a loss of its own, attach a strategy to each part, with "
+                "optimizer of both, or, if each part of the model has its own loss, attach a strategy to each part, with "
                 "its optimizer"
             )
         if loss_sum.dim() != 0:

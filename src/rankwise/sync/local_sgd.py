@@ -42,11 +42,11 @@ class LocalSGD(NeedsAttach):
     """Each rank steps with the mean gradient of its own samples, which it clips itself; then the replicas are averaged.
 
     `every`: steps between two averages. `seconds`: the time between two averages instead; the first three averages follow one
-    step each, to measure the steps. `start`: number of exact steps before (post-local SGD). `at_steps`: average exactly after
-    these steps, and at the end. The weight of a replica is the number of samples (the counts) of its steps since the last
-    average, so that uneven shares have the right weight. Floating buffers are averaged in the same way, others are copied from
-    rank 0, except buffers that are not in the state_dict. `optimizer_state`: keep (each rank its own), average, or reset to
-    that of a new optimizer at each average.
+    step each, to measure the steps. `start`: number of exact steps before the first local step (post-local SGD). `at_steps`:
+    average exactly after these steps, and at the end. The weight of a replica is the number of samples (the counts) of its
+    steps since the last average, so that uneven shares have the right weight. Floating buffers are averaged in the same way,
+    others are copied from rank 0, except buffers that are not in the state_dict. `optimizer_state`: keep (each rank its own),
+    average, or reset to that of a new optimizer at each average.
 
     With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
     because each rank has its own momentum.

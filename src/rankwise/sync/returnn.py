@@ -111,12 +111,12 @@ def _of_horovod(given: Mapping[str, Any]) -> FromReturnn:
     if summed:
         notes.append(
             "RETURNN's Horovod summed the gradients of the ranks unless horovod_avg_grad was set, and so does "
-            f"AllReduce(reduce='sum'): {comm.world_size()} times the mean on as many ranks. AllReduce() uses the mean"
+            f"AllReduce(reduce='sum'): here the sum is {comm.world_size()} times the mean. AllReduce() uses the mean"
         )
     if summed and lr_factor > 1:
         notes.append(
             f"horovod_scale_lr multiplies the learning rate by {lr_factor:g}, and the gradients are summed as well: with SGD a "
-            f"step is {lr_factor**2:g} times as long as one rank's"
+            f"step is {lr_factor**2:g} times as large as with AllReduce() and the rate that is not scaled"
         )
     return FromReturnn(AllReduce(reduce="sum" if summed else "mean"), lr_factor, notes)
 

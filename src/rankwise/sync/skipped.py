@@ -33,7 +33,7 @@ class SkippedSteps:
         """The steps of this result were skipped. All ranks see the same result, so either all raise StepError or none does."""
         if not result.finite:
             self._weights.check(state, f"since step {state.step - 1}")
-        why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
+        why = "the gradient is not finite" if not result.finite else f"the counts of all ranks add up to {result.total:g}"
         state.steps_left_out += result.steps
         state.skipped = True
         self._results = self._results + 1 if self.in_a_row else 1

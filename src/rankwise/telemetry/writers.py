@@ -84,7 +84,7 @@ class JsonLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`; prints a line without it."""
+    """Events for `tensorboard --logdir RUN`. Requires `rankwise[tensorboard]`; without it, prints a line and writes nothing."""
 
     _losing: _Losing
 

@@ -75,8 +75,9 @@ class Fingerprint:
             )
         for name, old, new in differences(state["kept"], self._kept):
             log.warn(
-                f"{name} stays {_shown(old)}, because this run started with it (the script now has {_shown(new)}); after its "
-                f"end, a schedule may rise again. To use {_shown(new)}, start a new run with --fresh or --name NAME"
+                f"{name} stays {_shown(old)}, because this run started with it (the script now has {_shown(new)}); in a longer "
+                "training, the learning rate may rise again after the end of the schedule. To use "
+                f"{_shown(new)}, start a new run with --fresh or --name NAME"
             )
         self._kept.update(state["kept"])
 

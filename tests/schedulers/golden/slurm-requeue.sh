@@ -14,6 +14,6 @@ srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 
   /bin/bash -p -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' bash \
   @PYTHON@ -P -m rankwise.agent /home/u/runs/train
 status=$?
-# 75: stopped and saved, to go on. Slurm ends this script as soon as it is asked.
+# 75: stopped and saved. Slurm kills this script as soon as it gets the request, so this comes last.
 [ "$status" = 75 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"
