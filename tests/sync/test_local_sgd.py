@@ -25,7 +25,7 @@ import rankwise
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce, DiLoCo, LocalSGD, SyncStrategy
-from rankwise.sync.average import average, tell
+from rankwise.sync.average import average, gather_numbers
 from rankwise.training.precision import LossScale
 
 Flat = npt.NDArray[np.float64]
@@ -973,7 +973,7 @@ def packed() -> tuple[list[list[float]], list[float]]:
     average(tensors, [0.25, 0.75][comm.rank()])
     bad = [torch.full((2,), math.nan if comm.rank() else 5.0)]
     average(bad, [1.0, 0.0][comm.rank()])
-    return [t.reshape(-1).tolist() for t in (*tensors, *bad)], [x for row in tell([comm.rank() + 0.5]) for x in row]
+    return [t.reshape(-1).tolist() for t in (*tensors, *bad)], [x for row in gather_numbers([comm.rank() + 0.5]) for x in row]
 
 
 def test_an_average_takes_any_dtype_and_layout_and_nothing_of_a_rank_with_a_share_of_zero() -> None:

@@ -185,7 +185,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
         if lease is not None:
             lease.release()
         screen.close(events)
-    return _told_to_the_starter(status, plan, run, scheduler, attempts)
+    return _exit_status_for_queue(status, plan, run, scheduler, attempts)
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
@@ -194,7 +194,7 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
-def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs, attempts_before: int) -> int:
+def _exit_status_for_queue(status: int, plan: Plan, run: RunDir, scheduler: Jobs, attempts_before: int) -> int:
     """The exit status that the queue gets. A queue that will start the job again expects its own status. In other queues,
     a run that stopped and saved is not a failed job: how the run ended is in its record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):

@@ -49,7 +49,7 @@ class Screen:
         self._outlet = Outlet()
         self._terminal = Terminal(sys.stdout, plain, self._outlet.put)
         self._dropped_bytes = 0
-        self._told_lost = False
+        self._lost_reported = False
         self.ledger: Ledger | None = None
         self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
         """By node that reports a stall: when it reported (monotonic), for how many seconds, where its ranks are, their
@@ -77,24 +77,24 @@ class Screen:
             self._dropped_bytes += len(data)
             return
         self._outlet.start()
-        self._tell_dropped()
+        self._report_dropped()
         self._terminal.write(data)
-        self._tell_lost()
+        self._report_lost()
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         self._terminal.look()
-        if self._terminal.lost is not None and not self._told_lost:
-            self._told_lost = True
+        if self._terminal.lost is not None and not self._lost_reported:
+            self._lost_reported = True
             self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped_bytes:
             dropped_mb, self._dropped_bytes = self._dropped_bytes / 1e6, 0
             self.say(f"{dropped_mb:.1f} MB of the ranks' output, which nobody read in time, are only in their logs")
 
     def close(self, events: EventLoop) -> None:
         """Wait until everything is printed, or until this agent is asked to stop."""
-        self._tell_dropped()
+        self._report_dropped()
         before = len(events.asked)
 
         def is_asked() -> bool:
@@ -102,7 +102,7 @@ class Screen:
             return events.parent_ended or len(events.asked) > before
 
         self._outlet.drain(is_asked)
-        self._tell_lost()
+        self._report_lost()
         self._outlet.drain(is_asked)
 
     def progress(self, text: str) -> None:
@@ -258,7 +258,7 @@ class Head:
                 attempt = self._run.update_attempt(attempt, pids=pids)
             if len(self._asked) > len(asked):
                 continue
-            self._tell_lost(parts, lost)
+            self._report_lost(parts, lost)
             self._look_at_stall(parts)
             self._look_at_the_clock()
             if asked and not started:
@@ -292,7 +292,7 @@ class Head:
     def _finds_mismatch(self) -> bool:
         return self._screen.ledger is not None and self._screen.ledger.look() is not None
 
-    def _tell_lost(self, parts: Sequence[NodeView], told: set[int]) -> None:
+    def _report_lost(self, parts: Sequence[NodeView], told: set[int]) -> None:
         for part in parts:
             me = part.introduction
             if part.lost is not None and me.index not in told:

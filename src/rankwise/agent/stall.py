@@ -211,7 +211,7 @@ class StallWatch:
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
         self._processes.notice_raised()
         for rank in self._processes.alive:
-            self._tell_raised(rank, now)
+            self._report_raised(rank, now)
         stopped = [rank for rank in self._processes.alive if self._is_stopped(rank, now)]
         progress = self._processes.progress()
         if progress != self._seen or stopped:
@@ -219,7 +219,7 @@ class StallWatch:
         elif self._warn_s and now - self._moved >= self._warn_s:
             self._sample(now)
 
-    def _tell_raised(self, rank: Rank, now: float) -> None:
+    def _report_raised(self, rank: Rank, now: float) -> None:
         """Report, once, a rank that has raised and does not exit: the console shows none of its output after the exception."""
         watched = self._watched[rank.rank]
         if watched.told_raised or rank.raised is None or now - rank.raised < _RAISED_S:

@@ -130,7 +130,7 @@ class Checkpoints:
         self._last: Path | None = None  # the last save that was started; it may still run
         self._others: Others | None = None  # the ranks that the main rank's writer waits for
         self._ends_with: int | None = None  # the process that finishes its write when it exits
-        self._is_told = False
+        self._is_reported = False
         self._has_saved = False
         self.wait_s = 0.0
         """Seconds that training has waited for saves so far."""
@@ -269,7 +269,7 @@ class Checkpoints:
             write()
         else:  # with other ranks in a thread: to wait here for their shares would block the ranks
             self._background.start(write)
-            self._is_told = False
+            self._is_reported = False
             self._end_with_it()
         if not comm.all_agree(copied is not None):
             self._conclude()
@@ -287,7 +287,7 @@ class Checkpoints:
         self._ends_with = None
 
     def _say_at_end(self) -> None:
-        if self._ends_with != os.getpid() or self._is_told:
+        if self._ends_with != os.getpid() or self._is_reported:
             return
         error = self.close()
         if error is not None:
@@ -374,7 +374,7 @@ class Checkpoints:
         self._background.join()
         if self._mirror is not None and comm.is_main():
             self._mirror.wait()
-        self._is_told = True
+        self._is_reported = True
         self._end_without_it()
         if self._snapshot is not None:
             self._snapshot = Snapshot()  # frees the memory of the copy

@@ -190,7 +190,7 @@ def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin
         generator=torch.Generator().manual_seed(seed),
     )
     try:
-        with _timeout_told(workers.timeout):
+        with _timeout_as_data_error(workers.timeout):
             with _on_cpu():
                 answers = iter(loader)
             for answer in answers:
@@ -234,7 +234,7 @@ class _Groups:
 
 
 @contextlib.contextmanager
-def _timeout_told(timeout_s: float) -> Iterator[None]:
+def _timeout_as_data_error(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

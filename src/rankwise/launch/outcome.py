@@ -67,7 +67,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     _show("")
     caller = caller_of(config.words)
     if failure.traceback is not None:
-        if not _is_told(failure) and caller.reads:
+        if not _is_in_summary(failure) and caller.reads:
             _show(shortened(failure.traceback.rstrip("\n")))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
         _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
@@ -93,7 +93,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
     return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; for rankwise, type: {meant}"
 
 
-def _is_told(failure: Failure) -> bool:
+def _is_in_summary(failure: Failure) -> bool:
     """Whether the summary contains all of the traceback: for an error of rankwise, if it is one line and a place."""
     first, _, place = (failure.traceback or "").rstrip("\n").partition("\n")
     return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary and "\n" not in place

@@ -392,13 +392,13 @@ class AllReduce(NeedsAttach):
                 kept = private_names.persistent_buffers(model)
                 self._own_buffers = {n: own[id(b)] for n, b in kept.items() if n in named and not _same_bits(own[id(b)], b)}
                 if named and not self._told_buffers:
-                    self._tell_what_differs(self._own_buffers)
+                    self._warn_of_differing_buffers(self._own_buffers)
             try:
                 yield
             finally:
                 self._own_buffers = None
 
-    def _tell_what_differs(self, own: Mapping[str, torch.Tensor]) -> None:
+    def _warn_of_differing_buffers(self, own: Mapping[str, torch.Tensor]) -> None:
         """Collective. Warn once of buffers that each rank computes from its own samples. Of a BatchNorm this is known."""
         differ = {name for names in comm.all_gather_object(list(own)) for name in names}
         differ -= buffers_of_batch_norms(self._trained.model)

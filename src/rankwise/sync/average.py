@@ -1,6 +1,6 @@
 """A weighted average of tensors over ranks, in one message per dtype and device, and the numbers that ranks exchange before it.
 
-rows = tell([weight, 1.0])                              # every rank's numbers, on every rank
+rows = gather_numbers([weight, 1.0])                              # every rank's numbers, on every rank
 average([p.data for p in parameters], weight / sum(row[0] for row in rows))
 """
 
@@ -17,7 +17,7 @@ _CARRIERS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """The dtype in which a tensor is sent, if its own dtype has too few digits for a sum."""
 
 
-def tell(numbers: Sequence[float]) -> list[list[float]]:
+def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
     """Collective. Returns the numbers of every rank, in the order of ranks, as float64. All ranks give equally many."""
     table = torch.zeros(comm.world_size(), len(numbers), dtype=torch.float64, device="cpu")
     table[comm.rank()] = torch.tensor(numbers, dtype=torch.float64, device="cpu")

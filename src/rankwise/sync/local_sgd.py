@@ -26,7 +26,7 @@ from rankwise.dist.left_out import belongs_in_checkpoints
 from rankwise.errors import ConfigError, StepError
 from rankwise.host.arguments import FROM_ONE, FROM_ZERO, SECONDS, STEPS, one_of, takes
 from rankwise.host.text import count, numbered, size
-from rankwise.sync.average import average, payload_bytes, tell
+from rankwise.sync.average import average, gather_numbers, payload_bytes
 from rankwise.sync.local import Local
 from rankwise.sync.reduction import Count
 from rankwise.sync.strategy import Held, NeedsAttach, Promise, Shared, StepResult, check_alike
@@ -165,7 +165,7 @@ class LocalSGD(NeedsAttach):
         """Collective. Exchange the results of this period: (the result, this rank's share of the average). Also plans the next
         average; all ranks compute the same."""
         finite, steps = self._is_finite(), self._done - self._began_period
-        rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
+        rows = gather_numbers([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
             self._meet_in_layout()
         bad = [rank for rank, row in enumerate(rows) if not row[1]]
@@ -328,7 +328,7 @@ class LocalSGD(NeedsAttach):
 
     def _share_of_average(self) -> float:
         """Collective. By the samples of this rank since the last average. Without any on all ranks, the replicas are equal."""
-        total = sum(row[0] for row in tell([self._weight]))
+        total = sum(row[0] for row in gather_numbers([self._weight]))
         return self._weight / total if total > 0 else float(comm.is_main())
 
     def _kept(

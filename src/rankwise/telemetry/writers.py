@@ -86,7 +86,7 @@ class JsonLines(Writer):
 class TensorBoard(Writer):
     """Events for `tensorboard --logdir RUN`. Requires `rankwise[tensorboard]`; without it, prints a line and writes nothing."""
 
-    _losing: _Losing
+    _disk_errors: _DiskErrors
 
     @takes()
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class TensorBoard(Writer):
             return False
         from torch.utils.tensorboard import FileWriter
 
-        self._losing = _Losing(run.telemetry)
-        with self._losing.told_once():
+        self._disk_errors = _DiskErrors(run.telemetry)
+        with self._disk_errors.reported_once():
             self._events = FileWriter(str(run.telemetry))
         return self._events is not None
 
@@ -112,31 +112,31 @@ class TensorBoard(Writer):
 
         # One event for all metrics: SummaryWriter.add_scalar writes one for each, and takes four times as long in this thread.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
-        with self._losing.told_once():  # also what its thread has raised
+        with self._disk_errors.reported_once():  # also what its thread has raised
             self._events.add_summary(Summary(value=values), step)
 
     def close(self) -> None:
         super().close()
         if self._events is not None:
-            with self._losing.told_once():
+            with self._disk_errors.reported_once():
                 self._events.close()
             self._events = None
 
 
-class _Losing:
+class _DiskErrors:
     """If the disk is full, metrics are lost, but training continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._told = False
+        self._reported = False
 
     @contextlib.contextmanager
-    def told_once(self) -> Iterator[None]:
+    def reported_once(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 log.warn(f"metrics are lost: {self._path} cannot be written: {error.strerror}")
 
 
@@ -145,9 +145,9 @@ class JsonlWriter:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        self._losing = _Losing(path)
+        self._disk_errors = _DiskErrors(path)
         self._file: TextIO | None = None
-        with self._losing.told_once():
+        with self._disk_errors.reported_once():
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
             if path.stat().st_size and not _ends_with_newline(path):
                 self._file.write("\n")  # so that an incomplete line of a killed writer remains separate
@@ -155,12 +155,12 @@ class JsonlWriter:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         record = {"life": self._attempt, "step": step, **{k: _plain(v) for k, v in figures.items()}}
         if self._file is not None:
-            with self._losing.told_once():
+            with self._disk_errors.reported_once():
                 self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
-            with self._losing.told_once():
+            with self._disk_errors.reported_once():
                 self._file.close()
 
 
