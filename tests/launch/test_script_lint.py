@@ -199,6 +199,7 @@ if __name__ == "__main__":
 """
 PROCID = "import os\nlocal_rank = int(os.environ['SLURM_PROCID'])\nprint(os.environ['SLURM_PROCID'])\n"
 ARGUMENT = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int)\n"
+USED = "args = parser.parse_args()\ntorch.cuda.set_device(args.local_rank)\n"
 
 
 def found(source: str) -> list[str]:
@@ -230,17 +231,30 @@ def test_a_rank_that_is_read_from_another_starters_variable_is_told_with_its_fir
     assert text == f"line 2 reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node"
 
 
-def test_a_local_rank_that_is_an_argument_is_told_with_what_to_read() -> None:
-    (text,) = found(ARGUMENT)
+@pytest.mark.parametrize(
+    "source",
+    [
+        ARGUMENT + USED,
+        ARGUMENT + "local_rank = vars(parser.parse_args())['local_rank']\n",
+        ARGUMENT.replace("type=int", "dest='gpu'") + USED.replace("local_rank", "gpu"),
+    ],
+)
+def test_a_local_rank_that_is_an_argument_is_told_with_what_to_read(source: str) -> None:
+    (text,) = found(source)
     assert text == 'line 3 expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])'
 
 
-@pytest.mark.parametrize("source", [PROCID + ARGUMENT, ARGUMENT, SPAWNS + PROCID])
+def test_a_local_rank_that_the_script_accepts_and_does_not_use_is_passed_over() -> None:
+    """timm, DINO and MAE accept the option for older launchers, and read LOCAL_RANK in another file."""
+    assert found(ARGUMENT + "args = parser.parse_args()\nutils.init_distributed_mode(args)\n") == []
+
+
+@pytest.mark.parametrize("source", [PROCID + ARGUMENT + USED, ARGUMENT + USED, SPAWNS + PROCID])
 def test_a_script_that_also_reads_torchruns_variables_knows_what_it_does(source: str) -> None:
     assert found(source + "rank = os.environ.get('LOCAL_RANK')\n") == []
 
 
-@pytest.mark.parametrize("source", [PROCID, ARGUMENT])
+@pytest.mark.parametrize("source", [PROCID, ARGUMENT + USED])
 def test_a_script_that_asks_rankwise_needs_none_of_them(source: str) -> None:
     assert found(source + "from rankwise import init\n") == []
 

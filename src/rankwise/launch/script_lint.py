@@ -129,10 +129,25 @@ def pitfalls(tree: ast.Module) -> list[str]:
     if others:
         line, name = min(others)
         found.append(f"line {line} reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node")
-    if any(name in words for name in _ARGUMENTS):
+    if any(name in words for name in _ARGUMENTS) and _uses_local_rank(tree):
         line = min(words[name] for name in _ARGUMENTS if name in words)
         found.append(f'line {line} expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])')
     return found
+
+
+def _uses_local_rank(tree: ast.Module) -> bool:
+    """Whether the script may use the value of its argument. timm, DINO and MAE only accept it, and read LOCAL_RANK in another
+    file."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr="local_rank") | ast.Name(id="local_rank") | ast.arg(arg="local_rank"):
+                return True
+            case ast.Constant(value="local_rank"):
+                return True
+            case ast.Call(args=[*names], keywords=[*words]) if any(word.arg == "dest" for word in words):
+                if any(isinstance(name, ast.Constant) and name.value in _ARGUMENTS for name in names):
+                    return True
+    return False
 
 
 def _walk(tree: ast.Module) -> list[ast.AST]:
