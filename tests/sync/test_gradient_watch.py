@@ -47,6 +47,12 @@ def remove(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def cancel(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """As DINO does with its last layer in the first epoch."""
+    assert isinstance(model.bias, nn.Parameter)
+    model.bias.grad = None
+
+
 def nothing(*_: Any) -> None:
     """As the documentation says."""
 
@@ -63,7 +69,7 @@ def _steps(way: str, change: str, micro_batches: int, begin: int, number: int) -
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sync = WAYS[way]().attach(model, optimizer)
-    changes: dict[str, Change] = {f.__name__: f for f in (clip, replace, zero, remove, nothing)}
+    changes: dict[str, Change] = {f.__name__: f for f in (clip, replace, zero, remove, cancel, nothing)}
     for step in range(number):
         for micro_batch in range(micro_batches):
             sync.backward(model(torch.ones(4, 3)).square().sum(), 4, last=micro_batch == micro_batches - 1)
@@ -97,6 +103,11 @@ def test_gradients_that_are_removed_before_the_step_are_an_error(way: str, micro
     ranks = 1 if way == "one buffer" else 2
     with pytest.raises(RankError, match=REMOVED):
         on_ranks(ranks, steps, way, "remove", micro_batches)
+
+
+def test_the_error_of_a_gradient_that_is_removed_to_leave_a_layer_unchanged_says_what_does_this() -> None:
+    with pytest.raises(RankError, match=rf"{REMOVED}; .*to leave a layer unchanged in a step, call requires_grad_\(False\)"):
+        on_ranks(2, steps, "one buffer", "cancel")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -61,7 +61,8 @@ class GradientWatch:
         if any(p.grad is None for p, _, _ in self._left):
             raise StepError(
                 "the gradients of this step were removed after sync.backward, so these samples would not count; remove "
-                "optimizer.zero_grad() there, or in step_fn: sync.step clears the gradients"
+                "optimizer.zero_grad() there, or in step_fn: sync.step clears the gradients (to leave a layer unchanged in a "
+                "step, call requires_grad_(False) on it before the forward pass)"
             )
         if not self._told and any(p.grad is not was or self._version_of(was) != version for p, was, version in self._left):
             self._told = True
