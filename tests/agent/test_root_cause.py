@@ -115,6 +115,7 @@ def test_other_ends_follow_nobody() -> None:
         (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
         (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
         (raised(0, 1.0, "RuntimeError: one\ntwo\n"), "rank 0 raised RuntimeError: one"),
+        (raised(0, 1.0, "RuntimeError: \x1b[1;31mone\x1b[0m\x07 \u202etwo\x00"), "rank 0 raised RuntimeError: one two"),
         (replace(raised(0, 1.0), exit_code=None, signum=signal.SIGTERM, sent=True), "rank 0 raised ValueError: loss is nan"),
         (end(2, 1.0, 3), "rank 2 exited with status 3"),
         (end(2, 1.0, 3, step=7), "rank 2 exited with status 3 at step 7"),

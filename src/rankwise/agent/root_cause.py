@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rankwise.agent import exception_text
-from rankwise.host.text import cut
+from rankwise.host.text import cut, printable
 
 FOLLOWER_SIGNS = (
     "Connection closed by peer",
@@ -199,7 +199,7 @@ def signal_name(signum: int) -> str:
 
 
 def _first_line(text: str, width: int | None) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    lines = [line.strip() for line in printable(text).splitlines() if line.strip()] or [""]
     # The reason of torch's `Error(s) in loading ...:` is on the next line.
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if width is None else cut(line, width)

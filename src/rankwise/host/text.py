@@ -93,6 +93,15 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Colours and movements of a terminal, and other characters that change how the text after them is shown."""
+
+
+def printable(text: str) -> str:
+    """Without what would change a terminal; spaces and ends of lines remain."""
+    return _CONTROLS.sub("", text)
+
+
 def cut(line: str, most: int) -> str:
     """At most `most` characters and `...`: whole sentences, or else whole words, if these are at least half of it."""
     if len(line) <= most:
