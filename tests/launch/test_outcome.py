@@ -51,6 +51,32 @@ def test_a_failure_before_the_first_checkpoint_says_that_nothing_is_saved(
     )
 
 
+@pytest.mark.parametrize("message", ["x" * 3_000_000, "one number\n" * 100_000], ids=["a long line", "many lines"])
+def test_a_message_of_megabytes_does_not_move_the_cause_off_the_screen(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f'Traceback (most recent call last):\n  File "train.py", line 5, in <module>\nValueError: {message}\nthe end\n'
+    failure = Failure(1, "vm", "rank 1 raised ValueError", 1, exit_code=1, traceback=text, log="runs/train/logs/rank-1.log")
+    lines = printed(capsys, 1, failure.summary, failure, saved=False)
+    assert lines[1:3] == ["Traceback (most recent call last):", '  File "train.py", line 5, in <module>']
+    assert lines[-3:-1] == ["the end", "rankwise: rank 1 raised ValueError, on vm"]
+    assert len(lines) < 130
+    assert max(map(len, lines)) < 1010
+    assert len(lines) < 10 or "... 99884 lines, which are in runs/train/logs/rank-1.log" in lines
+
+
+def test_of_a_progress_bar_only_what_was_visible_last_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/train"))
+    run.prepare(fresh=False)
+    run.log(1).write_text("started\n" + "".join(f"\r{n}%|\x1b[32m##\x1b[0m" for n in range(1000)))
+    failure = Failure(1, "vm", "rank 1 exited with status 3", 3, exit_code=3, log="runs/train/logs/rank-1.log")
+    assert printed(capsys, 3, failure.summary, failure, saved=False)[1:3] == ["  started", "  999%|##"]
+
+
 def test_a_run_that_was_killed_says_which_checkpoint_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

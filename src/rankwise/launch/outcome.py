@@ -16,11 +16,13 @@ from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.host.stack_text import shortened
 from rankwise.host.terminal import message, typed
-from rankwise.host.text import short
+from rankwise.host.text import cut, printable, short
 from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 
+_MOST_LINES = 120
+_LONGEST_LINE = 1000
 _LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after its stack
 _CRASH = re.compile(r"^(Fatal Python error: .*)\n(?:.*\n)*?Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -68,7 +70,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     caller = caller_of(config.words)
     if failure.traceback is not None:
         if not _is_in_summary(failure) and caller.reads:
-            _show(shortened(failure.traceback.rstrip("\n")))
+            _show(_limited(printable(shortened(failure.traceback.rstrip("\n"))), failure.log))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
         _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
     if (hint := _misplaced(run, failure, config)) is not None:
@@ -103,8 +105,20 @@ def _last_lines(log: bytes, most: int = 5) -> str:
     """The last lines of a log: they often show why a rank exited without an exception. Of a crash, its innermost frames."""
     text = log.decode(errors="replace")
     crash = _CRASH.search(text)
-    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else text.splitlines()[-most:]
-    return "".join(f"  {line}\n" for line in lines)
+    # Of a progress bar, which returns to the start of its line, only what was visible last.
+    last = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")[-most:]]
+    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else last
+    return "".join(f"  {cut(printable(line), _LONGEST_LINE)}\n" for line in lines)
+
+
+def _limited(traceback: str, log: str | None) -> str:
+    """A message may have megabytes: its beginning and its end, and how much is missing, so that the last lines stay on the
+    screen."""
+    lines = [cut(line, _LONGEST_LINE) for line in traceback.split("\n")]
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines[half:-half] = [f"... {len(lines) - 2 * half} lines, which are in {log}"]
+    return "\n".join(lines)
 
 
 def _resume_command(config: RunConfig) -> str:
