@@ -46,6 +46,17 @@ def test_a_folder_whose_name_begins_as_our_packages_does_is_the_users(folder: st
     assert reword(record("KeyError", worker), 1, "train.py").where == told
 
 
+def test_an_exception_of_a_loader_worker_that_cannot_be_rebuilt_is_told_with_its_line_and_sample() -> None:
+    message = (
+        "raised in a loader worker:\nTraceback (most recent call last):\n"
+        '  File "/home/ann/data.py", line 6, in __getitem__\n    raise Unreadable(path, 3)\n'
+        "data.Unreadable: audio_5 is empty\nin sample 77 of Speech\n"
+    )
+    assert reword(record("DataError", message), 1, "train.py") == ExceptionText(
+        "data.Unreadable: audio_5 is empty\nin sample 77 of Speech", "data.py:6, in a loader worker", "in sample 77 of Speech"
+    )
+
+
 SPAWNED = """
 
 -- Process 1 terminated with the following error:

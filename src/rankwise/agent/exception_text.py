@@ -20,7 +20,7 @@ from rankwise.host.terminal import typed
 from rankwise.host.text import count, listed
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
-_ELSEWHERE = re.compile(r"raised (on [^\n]+):\nTraceback \(most recent call last\):\n")
+_ELSEWHERE = re.compile(r"raised (on [^\n]+|in a loader worker):\nTraceback \(most recent call last\):\n")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _CALL = re.compile(r'^  File "(.+)", line \d+, in (\w+)$', re.MULTILINE)
 _UNUSED = re.compile(r"Parameter(?:s| indices) which did not receive grad for rank \d+: (.+)")
