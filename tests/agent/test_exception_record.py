@@ -296,3 +296,13 @@ def test_the_log_without_the_exception_is_measured_wherever_it_is(tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(exception_record.os, "stat", refuse)
         assert exception_record._log_bytes(removed) == 1 << 62
+
+
+@pytest.mark.parametrize("limit", [8_192_000_000, -1])
+def test_a_rank_without_memory_reports_the_limit_of_its_address_space(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exception_record.resource, "getrlimit", lambda _: (limit, limit))
+    said = "at most 8.2 GB of address space per process (ulimit -v)" if limit > 0 else None
+    assert left_by(MemoryError(), tmp_path)["shortage"] == said
+    assert left_by(RuntimeError("DefaultCPUAllocator: can't allocate memory"), tmp_path)["shortage"] == said

@@ -199,11 +199,15 @@ def _free_a_descriptor():
 
 
 def _shortage(error):
-    """If the system refused a file or a process: the limit, and how many there are now (some may be gone with what failed)."""
+    """If the system refused memory, a file or a process: the limit, and how many there are now (some may be gone with what
+    failed)."""
     text = str(error)
     if "Too many open files" in text or "received 0 items of ancdata" in text:  # the second is how multiprocessing reports it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"at most {limit} open files per process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "Cannot allocate memory" in text:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return f"at most {limit / 1e9:.1f} GB of address space per process (ulimit -v)" if limit > 0 else None
     if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
         return None
     tasks = 0

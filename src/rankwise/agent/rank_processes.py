@@ -295,7 +295,7 @@ class RankProcesses:
 
     def _remark_on_exception(self, rank: Rank, told: exception_text.ExceptionText) -> str | None:
         if exception_text.is_short_of_memory(told.exception):
-            return self._held(rank)
+            return "; ".join(filter(None, (told.remark, self._held(rank))))
         if "DataLoader worker" in told.exception and "is killed by signal: Killed" in told.exception:
             return self._killed_for_memory(rank)
         return told.remark
