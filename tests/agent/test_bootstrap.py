@@ -75,7 +75,7 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
     run = RunDir(tmp_path / "run")
     run.prepare(fresh=False)
     run.update_attempt(run.begin_attempt(1, ("train.py",)), status=status, outcome=outcome)
-    assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name], 0) == told
+    assert bootstrap._exit_status_for_queue(status, planned(**changes), run, queues()[name], 0) == told
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
@@ -84,7 +84,7 @@ def test_a_job_that_is_stopped_before_its_ranks_start_is_not_taken_for_one_that_
     run.prepare(fresh=False)
     for _ in range(earlier):
         run.update_attempt(run.begin_attempt(1, ("train.py",)), status=75, outcome="stopped by SIGUSR1 after step 3")
-    assert bootstrap._told_to_the_starter(75, planned(), run, queues()["slurm"], earlier) == 75
+    assert bootstrap._exit_status_for_queue(75, planned(), run, queues()["slurm"], earlier) == 75
 
 
 @pytest.mark.parametrize(
