@@ -179,6 +179,7 @@ class Trainer:
         check_synced(model, self.loader.fewest, self.world.world_size * self.loader.accumulate)
         self.progress = Progress(agent_row(self.world))
         self.meters = Meters("loss")
+        self._in_actions_s = 0.0
         self.breakdown = TimeBreakdown(self._sources())
         self._has_begun = False
         self._wire()
@@ -207,8 +208,10 @@ class Trainer:
         """How the time of steps was spent so far, in seconds."""
         sources = {
             "data wait": lambda: self.loader.wait_s,
-            "all-reduce": lambda: self.sync.wait_s,
+            "all-reduce": lambda: self.sync.wait_s - self._actions.log.slower_ranks_s,
+            "slower ranks": lambda: self._actions.log.slower_ranks_s,
             "saving": lambda: self.checkpoints.wait_s,
+            "actions": lambda: self._in_actions_s,
         }
         if evaluations := self._actions.evaluations:
             sources["evaluation"] = lambda: sum(each.wait_s for each in evaluations)
@@ -233,7 +236,8 @@ class Trainer:
         triggers = self.checkpoints.triggers
         saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
         self.actions: list[Action] = [
-            *schedule, parts.log, *hears, *parts.given, *follow, parts.write, check_rates, parts.replicas, *saves,
+            *schedule, parts.log, *hears, *self._measured(parts.given), *follow, parts.write, check_rates, parts.replicas,
+            *saves,
         ]  # fmt: skip
         self._moments = Moments(self.state, self.actions, self.stop, self._meet)
         self.actions.append(self._moments)
@@ -242,6 +246,22 @@ class Trainer:
             "optimizer": self.state.optimizer, "loader": self.loader,
         }  # fmt: skip
         self.state.parts = parts.saved(of_state)
+
+    def _measured(self, given: Sequence[Action]) -> list[Action]:
+        """These actions, with one before and one after them, which measure the time without evaluations."""
+        began = 0.0
+
+        def now() -> float:
+            return time.perf_counter() - sum(each.wait_s for each in self._actions.evaluations)
+
+        def begin(_: TrainState) -> None:
+            nonlocal began
+            began = now()
+
+        def end(_: TrainState) -> None:
+            self._in_actions_s += now() - began
+
+        return [begin, *given, end] if given else []
 
     @takes(fresh=FLAG, moved=NOT_OF_FIT)
     def fit(self, fresh: bool = False) -> TrainState:

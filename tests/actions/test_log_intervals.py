@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.utils.data import TensorDataset
 import rankwise
 from rankwise import Checkpoints, TrainState
 from rankwise.actions import EarlyStopping, Log, Plateau
+from rankwise.dist import comm
+from rankwise.telemetry import slowness
 
 Row = tuple[int, float, float]
 
@@ -67,3 +71,33 @@ def test_saves_and_resumes_between_log_intervals_change_neither_its_loss_nor_the
         for name, seen in found.items():
             assert [(step, rate) for step, _, rate in seen] == [(step, rate) for step, _, rate in expected], name
             assert [loss for _, loss, _ in seen] == pytest.approx([loss for _, loss, _ in expected], rel=1e-12), name
+
+
+class LateOnOneRank(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        if comm.rank() == 1:
+            time.sleep(0.03)
+        return super().__getitem__(index)
+
+
+def with_late_data(folder: Path) -> str:
+    """What is printed by a training that waits for the data of rank 1."""
+    slowness._WINDOW_S = 0.1
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = lambda model, batch: (model(batch[0]).square().sum(), len(batch[0]))  # noqa: E731
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        rankwise.Trainer(
+            model, optimizer, loss, LateOnOneRank(torch.randn(96, 4)), actions=[Log(3)], global_batch_size=8, max_steps=9,
+            run_dir=folder, checkpoints=Checkpoints(every_s=None),
+        ).fit()  # fmt: skip
+    return " ".join(out.getvalue().split())
+
+
+def test_the_rank_that_others_wait_for_is_printed_and_this_time_is_not_that_of_the_all_reduce(tmp_path: Path) -> None:
+    said, _ = on_ranks(2, with_late_data, tmp_path)
+    assert "slow: rank 1 is slower than the others, which wait" in said
+    assert "of the time for data, the others" in said
+    shares = [record["share/slower ranks"] for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    assert max(shares) > 0.3

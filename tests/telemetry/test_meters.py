@@ -34,7 +34,7 @@ def meter_on_ranks() -> dict[str, Any]:
         for k in range(rank):
             loss = torch.tensor(float(interval * 10 + k), dtype=torch.float32)
             meters.add(loss=(loss, 2), accuracy=(1, torch.tensor(4)))
-        answers.append(meters.reduce_with_clock(100.0 * interval + rank))
+        answers.append(meters.reduce_with_clock(100.0 * interval + rank, [rank + 0.5, interval]))
     answers.append(meters.reduce_with_clock(5.0 if rank == 0 else 7.0))
     return {"answers": answers, "calls": calls}
 
@@ -44,12 +44,13 @@ def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(
     for answer in on_ranks(n, meter_on_ranks):
         samples = sum(range(n))
         for interval in (1, 2):
-            sums, clock_s = answer["answers"][interval - 1]
+            sums, clock_s, rows = answer["answers"][interval - 1]
+            assert rows == [[r + 0.5, interval] for r in range(n)]
             assert sums["loss"] == Total(sum(interval * 10.0 + k for r in range(n) for k in range(r)), 2 * samples)
             assert sums["accuracy"] == Total(samples, 4 * samples)
             assert list(sums) == ["loss", "accuracy"]
             assert clock_s == 100.0 * interval
-        assert answer["answers"][2] == ({"loss": Total(0, 0), "accuracy": Total(0, 0)}, 5.0)
+        assert answer["answers"][2] == ({"loss": Total(0, 0), "accuracy": Total(0, 0)}, 5.0, [[]] * n)
         assert answer["calls"] == (3 if n > 1 else 0)  # one message per interval
 
 

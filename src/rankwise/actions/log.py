@@ -6,23 +6,29 @@ log(state)                                     # an action
 
 from __future__ import annotations
 
+import contextlib
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
 
+from rankwise.dist import comm
+from rankwise.errors import RankwiseError
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
 from rankwise.host.text import count, in_lines, rounded
-from rankwise.telemetry import Meters, Progress, TimeBreakdown
+from rankwise.telemetry import Meters, Progress, SlowWatch, Spent, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
 
+_PROCESSOR = "processor"
 _SLOW_LINE_S = 60.0  # if a log interval takes longer than this, a line without metrics is printed
 
 
 class Log:
     """An action: every `every_steps` steps, and at the end of an epoch, reduce the loss and the other meters over all ranks.
     The results are metrics of this step, with the learning rate and the samples per second. A line is printed at most every
-    `line_every_s` seconds. A Log in the Trainer's `actions` replaces the default one."""
+    `line_every_s` seconds, and one that says why the training is slow. A Log in the Trainer's `actions` replaces the default
+    one."""
 
     name = "log"
 
@@ -41,6 +47,9 @@ class Log:
         self._sent_before = 0.0
         self._text = ""
         self._samples_at_line = 0
+        self.slower_ranks_s = 0.0
+        """How long this rank has waited for slower ranks, as known at the last log interval. Its strategy counts this time as
+        all-reduce."""
 
     def attach(self, trainer: Any) -> None:
         """Use the Trainer's meters, time breakdown, progress line, count of samples, and the metrics of its strategy."""
@@ -48,6 +57,8 @@ class Log:
         self._meters: Meters = trainer.meters
         self._breakdown: TimeBreakdown = trainer.breakdown
         self._epoch_time = TimeBreakdown(self._breakdown.sources)
+        self._spent = TimeBreakdown({**self._breakdown.sources, _PROCESSOR: time.process_time})
+        self._run: Any = getattr(trainer, "run", None)
         self._progress: Progress = trainer.progress
         self._samples = lambda: trainer.loader.taken
         self._of_sync: Callable[[], dict[str, float]] = trainer.sync.figures
@@ -56,6 +67,8 @@ class Log:
         """The loop starts now: time before this does not count."""
         self._breakdown.restart()
         self._epoch_time.restart()
+        self._spent.restart()
+        self._slow = SlowWatch(_hosts(self._run) if self._is_main else ())
         self._began = time.monotonic()
         self._samples_before = self._samples()
         self._begin_line()
@@ -82,7 +95,10 @@ class Log:
             return
         steps = state.step - self._last_step
         self._last_step = state.step
-        totals, state.clock_s = self._meters.reduce_with_clock(time.monotonic() - self._began)
+        spent = self._spent.since_last()
+        row = [spent.elapsed_s, *spent.parts_s.values()]
+        totals, state.clock_s, rows = self._meters.reduce_with_clock(time.monotonic() - self._began, row)
+        slow = self._compare([_spent(row, list(spent.parts_s)) for row in rows], steps)
         for name, total in totals.items():
             for kept in (self._interval, self._epoch):
                 kept[name] = kept[name] + total if name in kept else total
@@ -94,7 +110,8 @@ class Log:
             figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
             self._samples_before = taken
         figures |= self._figures_of_sync(steps)
-        state.note(figures | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s})
+        parts = {name: max(s, 0.0) for name, s in span.parts_s.items()}  # a difference of two sums may be rounded to below 0
+        state.note(figures | {f"share/{name}": s / span.elapsed_s for name, s in parts.items() if span.elapsed_s})
         means = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals)
         drift = f", drift {figures['sync/drift']:.3g}" if "sync/drift" in figures else ""
         self._text = f"{means}{_per_second(figures.get('samples_per_s', 0.0))}{drift}"
@@ -102,6 +119,18 @@ class Log:
         if since_s >= self._line_every_s and not state.epoch_ended:
             rate = (taken - self._samples_at_line) / max(since_s, 1e-9)  # since the last line, as its steps per second
             self._say_line(state, f"{means}{_per_second(rate)}{drift}, ")
+        if slow is not None:
+            self._progress.say(slow)
+
+    def _compare(self, ranks: list[Spent], steps: int) -> str | None:
+        """Note how long this rank has waited for slower ones: the rank that waits least waits only for the network. Returns
+        what the main rank should print."""
+        mine = ranks[comm.rank()].waited_s
+        self.slower_ranks_s += mine - min(rank.waited_s for rank in ranks)
+        found = self._slow.add(ranks, steps, time.monotonic()) if self._is_main else None
+        if found is None:
+            return None
+        return "\n".join(textwrap.wrap(found, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
     def _figures_of_sync(self, steps: int) -> dict[str, float]:
         """On the main rank: bytes per step since the last call, and other metrics of the strategy."""
@@ -142,6 +171,21 @@ class Log:
         self._interval = _loaded(state.get("interval", {}))  # older checkpoints do not have it
         self._epoch = _loaded(state["epoch"])
         self._epoch_steps = state["epoch_steps"]
+
+
+def _spent(row: list[float], names: list[str]) -> Spent:
+    """`row`: the elapsed seconds, then those of each name."""
+    parts = dict(zip(names, row[1:], strict=True))
+    return Spent(row[0], {name: s for name, s in parts.items() if name != _PROCESSOR}, parts[_PROCESSOR])
+
+
+def _hosts(run: Any) -> list[str]:
+    """The host of each rank, from the record of this attempt; empty if there is only one host. `run`: a RunDir, or None."""
+    with contextlib.suppress(RankwiseError, OSError, IndexError):
+        parts = run.attempts()[-1].parts if run is not None else ()
+        if len({part.host for part in parts}) > 1:
+            return [part.host for part in sorted(parts, key=lambda part: part.first) for _ in range(part.ranks)]
+    return []
 
 
 def _saved(totals: dict[str, Total]) -> dict[str, list[float]]:

@@ -3,6 +3,7 @@
 from rankwise.telemetry.breakdown import TimeBreakdown
 from rankwise.telemetry.meters import Meters
 from rankwise.telemetry.progress import Progress
+from rankwise.telemetry.slowness import SlowWatch, Spent
 from rankwise.telemetry.writers import JsonLines, TensorBoard
 
-__all__ = ["JsonLines", "Meters", "Progress", "TensorBoard", "TimeBreakdown"]
+__all__ = ["JsonLines", "Meters", "Progress", "SlowWatch", "Spent", "TensorBoard", "TimeBreakdown"]

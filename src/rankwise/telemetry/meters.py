@@ -6,6 +6,8 @@ meters.reduce()["loss"].mean                  # one small all-reduce
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,13 +80,18 @@ class Meters:
         """Collective: one all-reduce in float64. Return for each name the Total over all ranks since the last call."""
         return self.reduce_with_clock(0.0)[0]
 
-    def reduce_with_clock(self, clock_s: float) -> tuple[dict[str, Total], float]:
-        """Collective. Like `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock."""
+    def reduce_with_clock(self, clock_s: float, row: Sequence[float] = ()) -> tuple[dict[str, Total], float, list[list[float]]]:
+        """Collective. Like `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock,
+        and the `row` of each rank, as long on all. Returns (totals, clock, rows of all ranks)."""
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
-        packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64, device="cpu")).tolist()
+        rows = [list(row) if rank == comm.rank() else [0.0] * len(row) for rank in range(comm.world_size())]
+        message = torch.tensor([*flat, *itertools.chain(*rows)], dtype=torch.float64, device="cpu")
+        packed = comm.all_reduce(message).tolist()
         self.clear()
-        return {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}, packed[-1]
+        totals = {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}
+        begin = len(flat)
+        return totals, packed[begin - 1], [packed[begin + r * len(row) :][: len(row)] for r in range(len(rows))]
 
 
 def _total(values: list[Number]) -> float:
