@@ -1252,7 +1252,10 @@ def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:
 def test_a_skipped_step_is_reported_counted_and_reported_at_the_end(tmp_path: Path) -> None:
     (said, skipped), (_, other) = on_ranks(2, with_nan_at, 3, tmp_path / "run")
     assert skipped == other == 1
-    assert "warning: step 3 is skipped on all ranks: the gradient is not finite (1 so far)" in said
+    assert (
+        "warning: step 3 is skipped on all ranks: the gradient is not finite, and neither is the loss of rank 1 (1 so far)"
+        in said
+    )
     assert "1 step skipped" in said
 
 

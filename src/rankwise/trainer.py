@@ -334,12 +334,13 @@ class Trainer:
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
         state.skipped = False
+        is_finite = result.shared is None or result.shared.finite or self.meters.are_finite("loss", micro_batches)
         if not result.mine.stepped:
             self.meters.forget(micro_batches)  # the NaN of a skipped step would make the whole interval NaN
         if result.shared is None:
             return
         if not result.shared.finite or result.shared.total <= 0:
-            self._skipped.add(state, result.shared)
+            self._skipped.add(state, result.shared, is_finite)
         else:
             self._skipped.in_a_row = 0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
+from rankwise.dist import comm
 from rankwise.errors import StepError
 from rankwise.sync import Shared
 from rankwise.sync.skipped import SkippedSteps
@@ -47,6 +49,23 @@ def test_the_first_three_are_printed_and_all_are_counted(skipped: SkippedSteps, 
         "warning: step 3 is skipped on all ranks: the gradient is not finite (3 so far); later ones are only counted; "
         "100 in a row stop the run",
     ]
+
+
+def _skipped_by_two_of_four() -> list[str]:
+    said: list[str] = []
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state.step = 1
+    SkippedSteps(Weights(), said.append).add(state, NAN, loss_is_finite=comm.rank() not in (1, 3))
+    return said
+
+
+def test_the_ranks_whose_loss_is_not_finite_are_reported() -> None:
+    for said in on_ranks(4, _skipped_by_two_of_four):
+        assert said == [
+            "warning: step 1 is skipped on all ranks: the gradient is not finite, and neither is the loss of ranks 1, 3 "
+            "(1 so far)"
+        ]
 
 
 def test_a_hundred_in_a_row_end_the_run_and_a_step_between_does_not(skipped: SkippedSteps, state: TrainState) -> None:

@@ -7,6 +7,7 @@ meters.reduce()["loss"].mean                  # one small all-reduce
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,11 @@ class Meters:
         """Drop the values of the last `times` calls of `add`, at most 4096."""
         for values in (*self._sums.values(), *self._counts.values()):
             del values[len(values) - times :]
+
+    def are_finite(self, name: str, times: int) -> bool:
+        """Whether the sums of the last `times` calls of `add` are. Waits for the device."""
+        values = self._sums[name]
+        return math.isfinite(_total(values[len(values) - times :]))
 
     def clear(self) -> None:
         """Drop the values of all calls of `add` since the last reduction."""
