@@ -76,7 +76,7 @@ def test_saves_and_resumes_between_log_intervals_change_neither_its_loss_nor_the
 class LateOnOneRank(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         if comm.rank() == 1:
-            time.sleep(0.03)
+            time.sleep(0.08)  # far longer than a step on a loaded machine
         return super().__getitem__(index)
 
 
