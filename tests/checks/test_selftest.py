@@ -259,6 +259,18 @@ def test_an_mlp_with_a_ragged_last_batch_passes(tested: Tested) -> None:
     assert "float64" in told
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["scheduler=plateau", 'actions=[rankwise.actions.Plateau(plateau, "eval_loss")]'],
+    ids=["scheduler", "action"],
+)
+def test_a_plateau_which_waits_for_an_evaluation_passes(given: str, tested: Tested) -> None:
+    plateau = ("StepLR(optimizer, 2)", "ReduceLROnPlateau(optimizer)\nplateau = schedule\nimport rankwise.actions")
+    source = planted(TRAINER.replace("LAYER", "nn.Identity()"), plateau, ("scheduler=schedule", given))
+    status, checks, text = tested(source, ranks="1,2")
+    assert (status, set(checks.values())) == (0, {"ok"}), text
+
+
 def test_dropout_passes_and_is_named(tested: Tested) -> None:
     status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Dropout(0.5)")))
     assert status == 0, told

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.compare import compare_draws, first_apart
@@ -276,7 +275,7 @@ class _Copy:
             for i, batch in enumerate(micro_batches, start=1):
                 self.sync.backward(*self._forward(self.model, batch), last=i == len(micro_batches))
             self.sync.step()
-        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+        if self._scheduler is not None and not callable(self._scheduler):  # an action (Plateau) waits for an evaluation
             self._scheduler.step()
 
     def freeze_one(self, before: dict[str, str]) -> str | None:
