@@ -146,6 +146,23 @@ def test_a_rank_that_raised_five_seconds_ago_and_still_runs_is_reported_once(
     ]
 
 
+def test_a_rank_that_is_only_slowed_by_short_stops_is_not_reported_and_one_that_stays_stopped_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    processes: Any = Raised()
+    processes.alive = processes.ranks = (Rank(0, os.getpid()),)
+    watch = StallWatch(RunDir(tmp_path), processes, 0.0, 120.0, said.append, lambda *_: None)
+    monkeypatch.setattr(stall.processes, "children", lambda _: [])
+    monkeypatch.setattr(stall.processes, "state", lambda _: "T")
+    for second, used_s in enumerate([0.1, 0.4, 0.8, 1.1, 1.1, 1.1, 1.1]):
+        monkeypatch.setattr(stall.time, "monotonic", lambda now=2.0 * second: now)
+        monkeypatch.setattr(stall.processes, "cpu_s", lambda _, used_s=used_s: used_s)
+        watch.look()
+        assert len(said) == (second > 4)
+    assert said[0].startswith("rank 0 is stopped (SIGSTOP); the others wait for it. To continue, type: kill -CONT ")
+
+
 def test_the_main_threads_stack_is_read_from_a_dump() -> None:
     dump = (
         'Thread 0x0001 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'

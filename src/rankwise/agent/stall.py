@@ -173,6 +173,9 @@ class _Watched:
 
     stopped: _HeldStacks = field(default_factory=_HeldStacks)
     blocked: _HeldStacks = field(default_factory=_HeldStacks)
+    used_s: float | None = None
+    """Its processor time at the last look."""
+
     told_raised: bool = False
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
@@ -236,7 +239,9 @@ class StallWatch:
         """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is normal for any
         disk). Returns whether it is stopped."""
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
-        stopped = state in ("T", "t")
+        before, watched.used_s = watched.used_s, processes.cpu_s(rank.pid)
+        # A rank that ran since the last look is only slowed: cpulimit stops and continues a process many times per second.
+        stopped = state in ("T", "t") and watched.used_s == before
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
             self._say(
                 f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To continue, type: kill -CONT {rank.pid}"
