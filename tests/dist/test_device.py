@@ -171,6 +171,30 @@ def test_a_mapping_of_its_own_class_keeps_its_class_and_its_attributes() -> None
         assert made["x"].device.type == "cpu"
 
 
+class Graph:
+    """As PyG's: not a mapping, and moves itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.x.to(device))
+
+
+class Metres:
+    def to(self, unit: str) -> Metres:
+        raise TypeError(f"a length cannot be converted to {unit}")
+
+
+def test_an_object_with_a_method_to_moves_itself_and_other_objects_stay_as_they_are() -> None:
+    graph, length = Graph(torch.ones(2)), Metres()
+    moved = to_device({"graphs": [graph], "length": length, "kind": Graph, "name": "a"}, torch.device("meta"))
+    assert moved["graphs"][0].x.device.type == "meta"
+    assert moved["length"] is length
+    assert moved["kind"] is Graph
+    assert moved["name"] == "a"
+
+
 def test_what_is_there_already_is_not_copied() -> None:
     a = torch.ones(2)
     assert to_device([a], torch.device("cpu"))[0] is a
