@@ -181,15 +181,20 @@ class Graph:
         return Graph(self.x.to(device))
 
 
+class InPlace(Graph):
+    def to(self, device: torch.device) -> None:  # type: ignore[override]
+        self.x = self.x.to(device)
+
+
 class Metres:
     def to(self, unit: str) -> Metres:
         raise TypeError(f"a length cannot be converted to {unit}")
 
 
 def test_an_object_with_a_method_to_moves_itself_and_other_objects_stay_as_they_are() -> None:
-    graph, length = Graph(torch.ones(2)), Metres()
-    moved = to_device({"graphs": [graph], "length": length, "kind": Graph, "name": "a"}, torch.device("meta"))
-    assert moved["graphs"][0].x.device.type == "meta"
+    graphs, length = [Graph(torch.ones(2)), InPlace(torch.ones(2))], Metres()
+    moved = to_device({"graphs": graphs, "length": length, "kind": Graph, "name": "a"}, torch.device("meta"))
+    assert [graph.x.device.type for graph in moved["graphs"]] == ["meta", "meta"]
     assert moved["length"] is length
     assert moved["kind"] is Graph
     assert moved["name"] == "a"

@@ -64,7 +64,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(device, non_blocking=True)
         with contextlib.suppress(TypeError, ValueError):  # the `to` of a quantity with a unit
-            return value.to(device)
+            moved = value.to(device)
+            return value if moved is None else moved  # None: it has moved itself
         return value
 
     return each_tensor(batch, move, is_leaf=lambda value: callable(getattr(value, "to", None)))
