@@ -21,7 +21,8 @@ def shortened(text: str) -> str:
 
 SHOWN = {
     **{name: shortened((ROOT / "examples" / name).read_text()) for name in EXAMPLES},
-    **{f"python {k}": text for k, text in enumerate(PYTHON)},
+    # Without the one that only shows how a state is saved, and computes nothing.
+    **{f"python {k}": text for k, text in enumerate(PYTHON) if "class PerRank" not in text},
     # It would start separate ranks, which do not know this fake GPU. Here the function is called directly.
     "a function": FUNCTION.replace("rankwise.run_function(train, (0.1,))", "train(0.1)"),
 }
