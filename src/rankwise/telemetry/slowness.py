@@ -8,10 +8,11 @@ This module only compares numbers, which the Log sends with its metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankwise.host.text import listed, numbered, rounded
+from rankwise.telemetry.breakdown import Span
 
 PARTS = ("data wait", "all-reduce", "slower ranks", "saving", "actions", "evaluation")
 """What is measured of each rank. The wait for others is in `all-reduce` or, once it is known, in `slower ranks`."""
@@ -35,11 +36,9 @@ _WHAT_HELPS = {
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spent(Span):
     """The seconds of one rank over some steps."""
 
-    elapsed_s: float
-    parts_s: Mapping[str, float]
     processor_s: float
     """The processor time of all its threads."""
 
@@ -51,10 +50,6 @@ class Spent:
     def waited_s(self) -> float:
         """For the other ranks, and for the network."""
         return self.parts_s.get("all-reduce", 0.0) + self.parts_s.get("slower ranks", 0.0)
-
-    @property
-    def computing_s(self) -> float:
-        return max(self.elapsed_s - sum(self.parts_s.values()), 0.0)
 
     def seconds(self, part: str) -> float:
         return self.computing_s if part == "computing" else self.parts_s.get(part, 0.0)
