@@ -76,8 +76,12 @@ def test_saves_and_resumes_between_log_intervals_change_neither_its_loss_nor_the
 class LateOnOneRank(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         if comm.rank() == 1:
-            time.sleep(0.08)  # far longer than a step on a loaded machine
+            time.sleep(0.08)  # the late data itself, nothing waits for it: longer than a step on a loaded machine
         return super().__getitem__(index)
+
+
+def squares(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return model(batch[0]).square().sum(), len(batch[0])
 
 
 def with_late_data(folder: Path) -> str:
@@ -86,10 +90,9 @@ def with_late_data(folder: Path) -> str:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loss = lambda model, batch: (model(batch[0]).square().sum(), len(batch[0]))  # noqa: E731
     with contextlib.redirect_stdout(io.StringIO()) as out:
         rankwise.Trainer(
-            model, optimizer, loss, LateOnOneRank(torch.randn(96, 4)), actions=[Log(3)], global_batch_size=8, max_steps=9,
+            model, optimizer, squares, LateOnOneRank(torch.randn(96, 4)), actions=[Log(3)], global_batch_size=8, max_steps=9,
             run_dir=folder, checkpoints=Checkpoints(every_s=None),
         ).fit()  # fmt: skip
     return " ".join(out.getvalue().split())

@@ -181,8 +181,13 @@ class Graph:
         return Graph(self.x.to(device))
 
 
-class InPlace(Graph):
-    def to(self, device: torch.device) -> None:  # type: ignore[override]
+class InPlace:
+    """As SpeechBrain's batch may be: it changes, and returns nothing."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> None:
         self.x = self.x.to(device)
 
 

@@ -61,31 +61,32 @@ def to_device(batch: Any, device: torch.device) -> Any:
     objects are moved by their method `to`, if they have one: graphs of PyG and DGL, batches of SpeechBrain."""
 
     def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(device, non_blocking=True)
-        with contextlib.suppress(TypeError, ValueError):  # the `to` of a quantity with a unit
-            moved = value.to(device)
-            return value if moved is None else moved  # None: it has moved itself
+        if callable(getattr(value, "to", None)):
+            with contextlib.suppress(TypeError, ValueError):  # the `to` of a quantity with a unit
+                moved = value.to(device)
+                return value if moved is None else moved  # None: it has moved itself
         return value
 
-    return each_tensor(batch, move, is_leaf=lambda value: callable(getattr(value, "to", None)))
+    return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True), move)
 
 
-def each_tensor(batch: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
-    """The same nested tuples, lists and mappings, with `change` applied to each tensor, and to each other object that is no
-    such nest and for which `is_leaf` is true."""
+def each_tensor(
+    batch: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """The same nested tuples, lists and mappings, with `change` applied to each tensor, and `other` to everything else in
+    them."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return with_values(batch, {key: each_tensor(value, change, is_leaf) for key, value in batch.items()})
+        return with_values(batch, {key: each_tensor(value, change, other) for key, value in batch.items()})
     if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
         indices = [None if index is None else change(index) for index in (batch.sorted_indices, batch.unsorted_indices)]
         return PackedSequence(change(batch.data), batch.batch_sizes, *indices)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(each_tensor(value, change, is_leaf) for value in batch))
+        return type(batch)(*(each_tensor(value, change, other) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(each_tensor(value, change, is_leaf) for value in batch)
-    return change(batch) if is_leaf(batch) else batch
+        return type(batch)(each_tensor(value, change, other) for value in batch)
+    return other(batch)
 
 
 def with_values(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
