@@ -7,7 +7,6 @@ log(state)                                     # an action
 from __future__ import annotations
 
 import contextlib
-import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from rankwise.dist import comm
 from rankwise.errors import RankwiseError
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
-from rankwise.host.text import count, in_lines, rounded
+from rankwise.host.text import count, in_lines, rounded, wrapped
 from rankwise.telemetry import Meters, Progress, SlowWatch, Spent, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
@@ -130,7 +129,7 @@ class Log:
         found = self._slow.add(ranks, steps, time.monotonic()) if self._is_main else None
         if found is None:
             return None
-        return "\n".join(textwrap.wrap(found, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+        return "\n".join(wrapped(found))
 
     def _figures_of_sync(self, steps: int) -> dict[str, float]:
         """On the main rank: bytes per step since the last call, and other metrics of the strategy."""

@@ -122,6 +122,11 @@ _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
 """A text, and the command at its end that a person may copy."""
 
 
+def wrapped(text: str, columns: int = 80) -> list[str]:
+    """Lines of at most `columns`, broken only between words, the second and later ones indented."""
+    return textwrap.wrap(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def folded(text: str, columns: int) -> str:
     """A message in lines of at most `columns`, broken between words. A command at its end is a separate line, to be copied.
 
@@ -133,7 +138,7 @@ def folded(text: str, columns: int) -> str:
         return text
     said, command = (found[1].rstrip(), ["  " + found[2]]) if found is not None and not rest else (first, [])
     kept = re.sub(r"(?<=\d) (?=[a-zA-Z]{1,2}\b)", "\xa0", said)  # a number and its unit
-    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(kept, columns)
     return "\n".join([*lines, *command]).replace("\xa0", " ") + newline + rest
 
 
@@ -141,7 +146,7 @@ def in_lines(figures: str, columns: int = 80) -> str:
     """`loss 2.31, lr 0.1, ...` in lines of at most `columns`, broken only after a comma or semicolon. A rank does not know how
     wide the terminal is in which its log is read."""
     kept = re.sub("(?<![,;]) ", "\xa0", figures)
-    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(kept, columns)
     return "\n".join(lines).replace("\xa0", " ")
 
 

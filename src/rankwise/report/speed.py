@@ -8,14 +8,13 @@ compare(["one", "two"])            # of several runs
 from __future__ import annotations
 
 import contextlib
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from rankwise.errors import RunDirError
-from rankwise.host.text import count, listed
+from rankwise.host.text import count, listed, wrapped
 from rankwise.report.table import table
 from rankwise.run.directory import RunDir, find_run
 
@@ -24,7 +23,6 @@ Record = Mapping[str, Any]
 _NOT_TRAINING = ("evaluation", "saving")
 _COMPUTING = "computing"
 _COMPUTING_TEXT = "computing (smaller batches per rank, shared cores; on GPUs, all-reduce too)"
-_COLUMNS = 80
 _LEAST = 0.05  # a smaller part of the lost time is not reported, and a smaller loss needs no explanation
 
 
@@ -147,7 +145,7 @@ def _sentence(base: Speed, speed: Speed, named: bool) -> list[str]:
         order = sorted(((seconds / whole, part) for part, seconds in lost.items() if seconds >= _LEAST * whole), reverse=True)
         causes = listed(f"{100 * share:.0f}% {_COMPUTING_TEXT if part == _COMPUTING else part}" for share, part in order)
         sentence += f"; the lost time is {causes}"
-    return textwrap.wrap(sentence, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return wrapped(sentence)
 
 
 def _size(speed: Speed) -> str:
