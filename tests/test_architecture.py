@@ -52,9 +52,10 @@ line, so imports point down. An entry that is no longer needed is also an error.
 TORCH_FREE = {
     "errors", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "cli", "__init__", "__main__",
     "dist/__init__", "dist/private_names", "dist/world", "dist/rendezvous", "dist/start_file", "stop/__init__", "stop/early",
-    "data/order", "telemetry/breakdown", "checkpoint/__init__", "checkpoint/commands", "checkpoint/folders",
-    "checkpoint/manifest", "checkpoint/retention", "actions/__init__", "training/__init__", "sync/__init__", "sync/names",
-    "checks/__init__", "checks/compare", "checks/difference", "checks/finding", "checks/script", "checks/settings",
+    "data/order", "telemetry/__init__", "telemetry/breakdown", "telemetry/slowness", "checkpoint/__init__",
+    "checkpoint/commands", "checkpoint/folders", "checkpoint/manifest", "checkpoint/retention", "actions/__init__",
+    "training/__init__", "sync/__init__", "sync/names", "checks/__init__", "checks/compare", "checks/difference",
+    "checks/finding", "checks/script", "checks/settings",
 }  # fmt: skip
 """Packages and files that import no torch, neither directly nor through other imports. Inside a function they may."""
 

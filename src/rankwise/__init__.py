@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.sync import DiLoCo as DiLoCo
     from rankwise.sync import LocalSGD as LocalSGD
-    from rankwise.telemetry import Meters as Meters
+    from rankwise.telemetry.meters import Meters as Meters
     from rankwise.trainer import Trainer as Trainer
     from rankwise.training.precision import Precision as Precision
     from rankwise.training.state import TrainState as TrainState
@@ -72,7 +72,7 @@ _HOME = {
     "rankwise.hdf5": ("HDF5Dataset", "HDF5Writer"),
     "rankwise.stop.signal": ("StopSignal",),
     "rankwise.sync": ("AllReduce", "DiLoCo", "LocalSGD"),
-    "rankwise.telemetry": ("Meters",),
+    "rankwise.telemetry.meters": ("Meters",),
     "rankwise.trainer": ("Trainer",),
     "rankwise.training.precision": ("Precision",),
     "rankwise.training.state": ("TrainState",),

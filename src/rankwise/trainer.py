@@ -65,7 +65,9 @@ from rankwise.stop.signal import StopSignal
 from rankwise.sync import StepResult, SyncStrategy
 from rankwise.sync import names as strategies
 from rankwise.sync.skipped import SkippedSteps
-from rankwise.telemetry import Meters, Progress, TimeBreakdown
+from rankwise.telemetry.breakdown import TimeBreakdown
+from rankwise.telemetry.meters import Meters
+from rankwise.telemetry.progress import Progress
 from rankwise.training import messages
 from rankwise.training import optimizer as optimizers
 from rankwise.training.arguments import ELSEWHERE, MOVED, NOT_OF_FIT, as_loader, check_length

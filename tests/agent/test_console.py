@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent.console import Console, LogFollower
-from rankwise.agent.head import Screen
+from rankwise.agent.screen import Screen
 from rankwise.host.terminal import CHUNK, Terminal
 from rankwise.ipc.shared_page import Page, Row
 

@@ -14,9 +14,9 @@ from plans import plan
 from ranks import on_ranks
 
 from rankwise.agent.event_loop import EventLoop
-from rankwise.agent.head import Screen
 from rankwise.agent.node import Node, Orders
 from rankwise.agent.rank_starter import Starter
+from rankwise.agent.screen import Screen
 from rankwise.run.directory import RunDir
 
 ORDERS = Orders(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.telemetry import TimeBreakdown, breakdown
-from rankwise.telemetry.breakdown import Span
+from rankwise.telemetry import breakdown
+from rankwise.telemetry.breakdown import Span, TimeBreakdown
 
 
 class Clock:

@@ -12,8 +12,7 @@ from ranks import on_ranks
 
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
-from rankwise.telemetry import Meters
-from rankwise.telemetry.meters import Total
+from rankwise.telemetry.meters import Meters, Total
 
 
 def meter_on_ranks() -> dict[str, Any]:

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from rankwise.actions import Log
-from rankwise.telemetry import Meters, Progress, TimeBreakdown, progress
+from rankwise.telemetry import progress
+from rankwise.telemetry.breakdown import TimeBreakdown
+from rankwise.telemetry.meters import Meters
+from rankwise.telemetry.progress import Progress
 from rankwise.training.state import TrainState
 
 NOON = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rankwise.telemetry import SlowWatch, Spent
-from rankwise.telemetry.slowness import PARTS, large_part, late_data, waited_for
+from rankwise.telemetry.slowness import PARTS, SlowWatch, Spent, large_part, late_data, waited_for
 
 
 def spent(processor: float = 4.0, **parts: float) -> Spent:

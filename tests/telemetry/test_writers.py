@@ -16,8 +16,7 @@ from torch import nn
 
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
-from rankwise.telemetry import TensorBoard
-from rankwise.telemetry.writers import JsonlWriter, Writer
+from rankwise.telemetry.writers import JsonlWriter, TensorBoard, Writer
 from rankwise.training.state import TrainState
 
 

@@ -15,8 +15,10 @@ from rankwise.dist import comm
 from rankwise.errors import RankwiseError
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
 from rankwise.host.text import count, in_lines, rounded, wrapped
-from rankwise.telemetry import Meters, Progress, SlowWatch, Spent, TimeBreakdown
-from rankwise.telemetry.meters import Total
+from rankwise.telemetry.breakdown import TimeBreakdown
+from rankwise.telemetry.meters import Meters, Total
+from rankwise.telemetry.progress import Progress
+from rankwise.telemetry.slowness import SlowWatch, Spent
 from rankwise.training.state import TrainState
 
 _PROCESSOR = "processor"

@@ -20,11 +20,12 @@ from typing import Any
 
 from rankwise import schedulers
 from rankwise.agent.event_loop import EventLoop
-from rankwise.agent.head import Head, Screen
+from rankwise.agent.head import Head
 from rankwise.agent.held_port import port_taken
 from rankwise.agent.node import Node
 from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
+from rankwise.agent.screen import Screen
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience

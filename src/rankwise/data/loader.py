@@ -27,7 +27,7 @@ from rankwise.data.kinds import check_sizes, hinted_length, length, promises, te
 from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
-from rankwise.data.uneven import POLICIES, check, in_step
+from rankwise.data.uneven import POLICIES, check, check_no_stream, check_position, in_step
 from rankwise.dist import comm, log, private_names
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import DEVICE, local_device, to_device
@@ -163,10 +163,7 @@ class Loader:
             if not private_names.can_hide_worker():
                 self._workers = Workers(0)
         else:
-            if uneven is not None:
-                raise ConfigError(
-                    f"uneven={uneven!r} is only for streams, and {type(dataset).__name__} has a length; remove uneven"
-                )
+            check_no_stream(uneven, type(dataset).__name__)
             self._fetch = Fetch(dataset, collate_fn, seed)
             self._workers.check(self._fetch.draws_nothing)
             if batch_size is None and not (isinstance(batches, LengthBatches) and batches.tokens is not None):
@@ -488,11 +485,8 @@ class Loader:
         if self._batching is not None:
             self._batching.load(state)
             self._fetch = self._fetch.by(sample=state.get("keyed by sample", False))
-        if state["ranks"] != self._world.world_size and self._uneven is not None and state["position"]:
-            raise ConfigError(
-                f"the checkpoint was made in the middle of an epoch in which each of {state['ranks']} ranks read its own "
-                f"stream, and this run has {self._world.world_size} ranks; resume on {state['ranks']} ranks"
-            )
+        if self._uneven is not None:
+            check_position(state, self._world.world_size)
         self._steps = state.get("steps", 0)
         if state["ranks"] != self._world.world_size or state.get("given accumulate") == self._given_accumulate:
             # A micro-batch must not become larger than it was, because that size fitted into memory.

@@ -9,7 +9,8 @@ know the end of the epoch in advance, and the other steps need no message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -38,6 +39,21 @@ def check(policy: str | None, split_by_rank: bool, name: str, drop_last: bool) -
     if policy == "pad" and drop_last:
         raise ConfigError("uneven='pad' fills every step, so drop_last has no effect; remove one of them")
     return policy or "join"
+
+
+def check_no_stream(policy: str | None, name: str) -> None:
+    """Raises ConfigError for a policy if the dataset is not a stream."""
+    if policy is not None:
+        raise ConfigError(f"uneven={policy!r} is only for streams, and {name} has a length; remove uneven")
+
+
+def check_position(saved: Mapping[str, Any], world_size: int) -> None:
+    """Raises ConfigError if the state of a Loader is from the middle of an epoch on another number of ranks."""
+    if saved["ranks"] != world_size and saved["position"]:
+        raise ConfigError(
+            f"the checkpoint was made in the middle of an epoch in which each of {saved['ranks']} ranks read its own "
+            f"stream, and this run has {world_size} ranks; resume on {saved['ranks']} ranks"
+        )
 
 
 def in_step(own: Iterator[Step], policy: str, position: int, name: str, world_size: int) -> Iterator[Step]:

@@ -22,8 +22,8 @@ from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.metrics import Metrics
 from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument, takes
 from rankwise.sync import SyncStrategy
-from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import Total
+from rankwise.telemetry.progress import Progress
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 from rankwise.training.state import TrainState

@@ -17,6 +17,9 @@ from rankwise.telemetry.breakdown import Span
 PARTS = ("data wait", "all-reduce", "slower ranks", "saving", "actions", "evaluation")
 """What is measured of each rank. The wait for others is in `all-reduce` or, once it is known, in `slower ranks`."""
 
+Found = tuple[str, str]
+"""A reason, for `Reports`, and the text for the user."""
+
 _WINDOW_S = 10.0
 _WAITED = 0.2
 """If the other ranks wait this share of the time for some, these are reported."""
@@ -55,6 +58,25 @@ class Spent(Span):
         return self.computing_s if part == "computing" else self.parts_s.get(part, 0.0)
 
 
+class Reports:
+    """What may be printed now: at most one line per minute, and the same less and less often."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._told: dict[str, tuple[float, float]] = {}
+        """By what was reported: when it may be reported again, and how long to wait after that."""
+
+    def line(self, found: Found | None, now: float) -> str | None:
+        if found is None or now < self._next:
+            return None
+        what, text = found
+        again, gap = self._told.get(what, (0.0, _SAME_GAP_S))
+        if now < again:
+            return None
+        self._told[what], self._next = (now + gap, 2 * gap), now + _LEAST_GAP_S
+        return f"slow: {text}"
+
+
 class SlowWatch:
     """`hosts`: that of each rank; empty if they are not known, or if there is only one."""
 
@@ -66,9 +88,7 @@ class SlowWatch:
         self._least_s = 0.0
         """The shortest time in which a step was computed so far, as the mean of a window and of all ranks."""
 
-        self._next = 0.0
-        self._told: dict[str, tuple[float, float]] = {}
-        """By what was reported: when it may be reported again, and how long to wait after that."""
+        self._reports = Reports()
 
     def add(self, ranks: Sequence[Spent], steps: int, now: float) -> str | None:
         """What to print, at most one line per minute. The first interval is ignored, because a training starts slowly."""
@@ -82,16 +102,9 @@ class SlowWatch:
         found = waited_for(self._ranks, self._hosts) or late_data(self._ranks, self._hosts) or large_part(self._ranks)
         found = found or self._longer()
         self._ranks, self._steps = [], 0
-        if found is None or now < self._next:
-            return None
-        what, text = found
-        again, gap = self._told.get(what, (0.0, _SAME_GAP_S))
-        if now < again:
-            return None
-        self._told[what], self._next = (now + gap, 2 * gap), now + _LEAST_GAP_S
-        return f"slow: {text}"
+        return self._reports.line(found, now)
 
-    def _longer(self) -> tuple[str, str] | None:
+    def _longer(self) -> Found | None:
         """Whether a step computes much longer than it did."""
         step_s = sum(rank.computing_s for rank in self._ranks) / len(self._ranks) / self._steps
         before, self._least_s = self._least_s, min(step_s, self._least_s or step_s)
@@ -103,7 +116,7 @@ class SlowWatch:
         )
 
 
-def waited_for(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> tuple[str, str] | None:
+def waited_for(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> Found | None:
     """The ranks that the others wait for, and why they are slower; None if there are none. A rank that is always late waits
     least for the others."""
     waits = [rank.waited_s for rank in ranks]
@@ -123,7 +136,7 @@ def waited_for(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> tuple[str, 
     return f"{slow} {part}", text
 
 
-def late_data(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> tuple[str, str] | None:
+def late_data(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> Found | None:
     """The same where nothing is known of the wait for other ranks, because GPUs wait and the script does not: the ranks whose
     data is late."""
     shares = [_mean([rank], "data wait") for rank in ranks]
@@ -181,7 +194,7 @@ def _processor(ranks: Sequence[Spent]) -> float:
     return sum(rank.processor_s for rank in ranks) / max(sum(rank.computing_s for rank in ranks), 1e-9)
 
 
-def large_part(ranks: Sequence[Spent]) -> tuple[str, str] | None:
+def large_part(ranks: Sequence[Spent]) -> Found | None:
     """A part that takes much of the time of all ranks, and what helps."""
     part = max(_WHAT_HELPS, key=lambda name: _mean(ranks, name))
     share = _mean(ranks, part)
