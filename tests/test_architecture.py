@@ -33,7 +33,7 @@ PACKAGES = {
     "telemetry": "errors host run ipc dist",
     "training": "errors host run schedulers dist data",
     "sync": "errors host dist training",
-    "agent": "errors host run ipc schedulers",
+    "agent": "errors host run ipc schedulers telemetry",
     "launch": "errors host run ipc schedulers dist sync",
     "report": "errors host run schedulers dist",
     "checkpoint": "errors host run dist training report",
@@ -60,8 +60,8 @@ TORCH_FREE = {
 """Packages and files that import no torch, neither directly nor through other imports. Inside a function they may."""
 
 BESIDE = (
-    "agent/fork_server", "agent/collective_notes", "agent/exception_record", "agent/private_names", "agent/script_end",
-    "host/main_script",
+    "agent/fork_server", "agent/collective_notes", "agent/data_wait", "agent/exception_record", "agent/private_names",
+    "agent/script_end", "host/main_script",
 )  # fmt: skip
 """The file that the script's interpreter runs by its path, and the files that it loads from there under another name, so by
 relative imports. They import only each other, the standard library and torch."""

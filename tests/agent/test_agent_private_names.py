@@ -54,7 +54,7 @@ def find(owner, name, *default):
 builtins.getattr = find
 """
 
-GO, GROUP, ANSWERS, COUNT, LAST_WORDS, ROW = 0, 1, 2, 8, 16, 1024
+GO, GROUP, ANSWERS, COUNT, DATA, LAST_WORDS, ROW = 0, 1, 2, 8, 16, 40, 1024
 """Where a spec's values are in the page, and how much of the page a rank has."""
 
 Ended = dict[str, Any]
@@ -68,7 +68,7 @@ def spec_of(row: int, folder: Path, environment: dict[str, str], page: Path, not
         "environment": environment, "log": f"{folder}/{row}.log", "exception": f"{folder}/{row}.json",
         "stacks": f"{folder}/{row}.stacks", "stdin": False, "threads": 1, "go_mark": place(GO), "group_mark": place(GROUP),
         "answers_mark": place(ANSWERS), "last_words": (*place(LAST_WORDS), ROW - LAST_WORDS), "count_mark": place(COUNT),
-        "notes": notes,
+        "data_mark": place(DATA), "notes": notes,
     }  # fmt: skip
 
 

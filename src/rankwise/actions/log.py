@@ -69,6 +69,7 @@ class Log:
         self._breakdown.restart()
         self._epoch_time.restart()
         self._spent.restart()
+        self._progress.explain()
         self._slow = SlowWatch(_hosts(self._run) if self._is_main else ())
         self._began = time.monotonic()
         self._samples_before = self._samples()

@@ -167,11 +167,20 @@ def _processes(loader):
 def _without_our_frames(tb):
     while tb is not None and (_is_ours(tb.tb_frame.f_code.co_filename) or "__tracebackhide__" in tb.tb_frame.f_globals):
         tb = tb.tb_next
+    last = tb
+    while last is not None:  # wrappers that are between two other frames (data_wait.py)
+        while (following := last.tb_next) and following.tb_next and _is_in_our_folder(following.tb_frame.f_code.co_filename):
+            last.tb_next = following.tb_next
+        last = last.tb_next
     return tb
 
 
 def _is_ours(file):
-    return file in (runpy.__file__, "<frozen runpy>") or os.path.dirname(file) == _FOLDER
+    return file in (runpy.__file__, "<frozen runpy>") or _is_in_our_folder(file)
+
+
+def _is_in_our_folder(file):
+    return os.path.dirname(file) == _FOLDER
 
 
 def _where(error):

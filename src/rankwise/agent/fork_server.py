@@ -14,9 +14,9 @@ library, torch, and files of rankwise that import no more than that. Messages on
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark,
 group_mark and answers_mark (each a path and the offset of one byte: the agent sets the first when the rank may begin; the rank
 sets the second if it made a process group, and the third if its rankwise remembers a request to stop), last_words (a path, an
-offset and a size: memory for an exception if the disk is full), count_mark (a path and an offset: where the rank counts its
-collectives), notes (null, or where this rank notes each collective before it enters it: a path, the start of its part, and the
-sizes in it; agent/collective_check.py reads them).
+offset and a size: memory for an exception if the disk is full), count_mark and data_mark (each a path and an offset: where the
+rank counts its collectives, and where it writes how long it waits for data), notes (null, or where this rank notes each
+collective before it enters it: a path, the start of its part, and the sizes in it; agent/collective_check.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), because threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and exits, so the agent becomes their parent and alone reaps
@@ -44,7 +44,7 @@ if not __package__:  # run by its path: make a package to import its few files f
         sys.modules[package].__path__ = [path]
 
 from ..host import main_script  # noqa: TID252  # the package may have either name
-from . import collective_notes, exception_record, private_names, script_end
+from . import collective_notes, data_wait, exception_record, private_names, script_end
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,12 +66,14 @@ def main():
         _become_rank(spec, agent)
         distributed = collective_notes.Distributed(spec["notes"], spec["count_mark"])
         distributed.prepare_later()
+        data_wait.DataWait(*spec["data_mark"]).prepare_later()
     else:
         spec = _serve(socket.socket(fileno=fd), agent)
         if spec is None:
             return
         distributed = collective_notes.Distributed(spec["notes"], spec["count_mark"])
         distributed.prepare()
+        data_wait.DataWait(*spec["data_mark"]).prepare()
     _run(command, spec, distributed)
 
 

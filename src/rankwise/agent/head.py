@@ -21,6 +21,7 @@ from rankwise.agent.node import NodeView
 from rankwise.agent.nodes import NodeError, Nodes
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.screen import Screen
+from rankwise.agent.slow_ranks import SlowRanks
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.text import clock, listed, numbered, short
 from rankwise.ipc.shared_page import JOIN_S, agreed
@@ -102,6 +103,7 @@ class Head:
         world_size = orders[0].world_size
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
         self._screen.standing.clear()
+        self._slow = SlowRanks()
         self._held = self._released = False
         self._alarm, self._ringing = 0, False
         self._signalled: set[int] = set()
@@ -173,6 +175,7 @@ class Head:
                 continue
             self._report_lost(parts, lost)
             self._look_at_stall(parts)
+            self._look_at_slowness(parts)
             self._look_at_the_clock()
             if asked and not started:
                 self._stop_signal = asked[0]
@@ -234,6 +237,14 @@ class Head:
             standing.clear()
         elif time.monotonic() > first + STALLED_S:
             standing.clear()  # some node still makes progress
+
+    def _look_at_slowness(self, parts: Sequence[NodeView]) -> None:
+        """If all ranks run: report why they are slow, if it is known."""
+        if all(len(part.facts.alive) == part.introduction.ranks for part in parts):
+            hosts = [part.introduction.host for part in parts]
+            line = self._slow.look([part.facts.times for part in parts], hosts, time.monotonic())
+            if line is not None:
+                self._say(line)
 
     # --- stopping
 

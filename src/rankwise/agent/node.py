@@ -30,6 +30,7 @@ from rankwise.agent.held_port import hold_port
 from rankwise.agent.rank_processes import KILL_LARGE_S, RankProcesses
 from rankwise.agent.rank_starter import Spec, Starter
 from rankwise.agent.root_cause import Evidence
+from rankwise.agent.slow_ranks import NodeTimes, RankTimes
 from rankwise.agent.stall import Observation, StallWatch
 from rankwise.host import machine, network, processes
 from rankwise.ipc.channel import NobodyThere, knock
@@ -97,6 +98,9 @@ class Facts:
 
     due: int = 0
     """The number of the alarm that its ranks ask for; 0 while they ask for none."""
+
+    times: NodeTimes | None = None
+    """Where the time of its ranks went; None until it is known."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,7 @@ class Node:
         self._stalls = StallWatch(
             self.run, self._processes, self._plan.stall_warn_s, self._plan.grace_s, self.sink.say, self._stalled
         )
+        self._times = RankTimes(self._processes, self._page)
         self._starter.start([self._spec(rank) for rank in numbers])
         if self._starter.channel is not None:  # only during an attempt: otherwise nobody reads from it
             self._events.register(self._starter.channel)
@@ -318,6 +323,7 @@ class Node:
             "answers_mark": [self._page.path, self._page.row(row).answers_offset],
             "last_words": [self._page.path, *self._page.last_words_place(row)],
             "count_mark": [self._page.path, self._page.row(row).collectives_offset],
+            "data_mark": [self._page.path, self._page.row(row).data_wait_offset],
             "notes": self._rings.place(row) if self._rings is not None else None,
         }
 
@@ -350,6 +356,7 @@ class Node:
             begun=self._page.begun,
             answers=self._page.answers,
             due=self._page.alarms + 1 if self._page.due(time.monotonic_ns()) else 0,
+            times=self._times.look(),
         )
 
     def _on_started(self, message: dict[str, Any]) -> None:

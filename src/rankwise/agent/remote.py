@@ -24,6 +24,7 @@ from typing import Any
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.node import Facts, Introduction, Node, NodeEnd, Orders, Sink
 from rankwise.agent.root_cause import Evidence
+from rankwise.agent.slow_ranks import NodeTimes
 from rankwise.agent.stall import Frame, Observation
 from rankwise.errors import RunDirError
 from rankwise.ipc.channel import Door, Link, Message
@@ -141,7 +142,8 @@ class Remote:
 
 
 def _facts(record: dict[str, Any]) -> Facts:
-    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined")}})
+    times = NodeTimes.of(record["times"]) if record.get("times") is not None else None
+    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined")}, "times": times})
 
 
 def _observation(record: dict[str, Any]) -> Observation:

@@ -32,7 +32,7 @@ from rankwise.dist import comm, log, private_names
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import DEVICE, local_device, to_device
 from rankwise.dist.left_out import is_used
-from rankwise.dist.world import World
+from rankwise.dist.world import World, row_for_waits
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, Argument, one_of, takes
 
@@ -333,6 +333,7 @@ class Loader:
         if self.finished and self.taken:
             warn_of_end(self.max_epochs)
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
+        row = row_for_waits(self._world) if not self._workers.num_workers else None  # otherwise torch's DataLoader is measured
         while not self.finished:
             began = time.perf_counter()
             for step in self._left_of_epoch():
@@ -345,7 +346,10 @@ class Loader:
                 self._indices = step.indices
                 if step.last:
                     self._end_epoch()
-                self.wait_s += time.perf_counter() - began
+                waited_s = time.perf_counter() - began
+                self.wait_s += waited_s
+                if row is not None:
+                    row.add_data_wait(waited_s, len(micro_batches))
                 here, ready = (self.epoch, self.position), [micro_batches]
                 del step, micro_batches  # so that the memory of batches is free as soon as the loop drops them
                 yield ready.pop()

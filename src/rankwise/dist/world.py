@@ -211,6 +211,12 @@ def agent_row(world: World) -> Row | None:
         return None
 
 
+def row_for_waits(world: World) -> Row | None:
+    """The row in which a loop reports how long it waits for data; None without our agent, or if a Trainer explains its time."""
+    row = agent_row(world)
+    return row if row is not None and not row.explains else None
+
+
 def ranks_of_one_agent(world: World) -> int:
     """The number of ranks that our agent has started here, which all see the same devices; 1 without our agent."""
     part = _part(world)

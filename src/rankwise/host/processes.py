@@ -95,6 +95,23 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
+def used_s(pid: int) -> float:
+    """Processor seconds that `pid` and its children have used, those that it has waited for included; 0 if it is gone."""
+    fields = _stat(pid)
+    if not fields:
+        return 0.0
+    ticks = sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(cpu_s, children(pid)))
+
+
+def queued_s(pid: int) -> float:
+    """How long the first thread of `pid` was ready to run and had no processor; 0 if it is gone, or if the kernel does not
+    count it. https://docs.kernel.org/scheduler/sched-stats.html"""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 def command(pid: int) -> str:
     """The program that `pid` runs, as `ps` shows it; empty if it is gone."""
     try:

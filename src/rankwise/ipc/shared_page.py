@@ -38,6 +38,7 @@ _LAST_WORDS_BYTES = 8192
 
 _RANKS, _HOLD, _STOP, _REASON, _GO, _ENDING, _RUNG, _ALARM_STEP, _ALARMS = range(9)
 _CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT, _HEARD, _DUE_AT, _DUE, _ANSWERS, _COLLECTIVES = range(11)
+_DATA_WAIT_NS, _BATCHES, _LOADER_WORKERS, _EXPLAINS = range(11, 15)
 
 JOIN_S = 5.0
 """How long the agent, when asked to stop, waits for ranks that reach their first gate later than others."""
@@ -288,6 +289,40 @@ class Row:
     def collectives_offset(self) -> int:
         """The offset of `collectives` in the page (agent/collective_notes.py writes it, which cannot import this module)."""
         return (self._base + _COLLECTIVES) * 8
+
+    @property
+    def data_wait_s(self) -> float:
+        """How long the rank has waited for batches of torch's DataLoader, or of ours."""
+        return self._words[self._base + _DATA_WAIT_NS] / 1e9
+
+    @property
+    def batches(self) -> int:
+        """How many batches the rank has got so."""
+        return self._words[self._base + _BATCHES]
+
+    @property
+    def loader_workers(self) -> int:
+        """The num_workers of the DataLoader that the rank has used last."""
+        return self._words[self._base + _LOADER_WORKERS]
+
+    @property
+    def data_wait_offset(self) -> int:
+        """The offset of these three in the page (agent/data_wait.py writes them, which cannot import this module)."""
+        return (self._base + _DATA_WAIT_NS) * 8
+
+    def add_data_wait(self, seconds: float, batches: int) -> None:
+        """For a loop that reads without torch's DataLoader."""
+        self._words[self._base + _DATA_WAIT_NS] += int(seconds * 1e9)
+        self._words[self._base + _BATCHES] += batches
+
+    @property
+    def explains(self) -> bool:
+        """Whether the rank reports itself why it is slow."""
+        return bool(self._words[self._base + _EXPLAINS])
+
+    def explain(self) -> None:
+        """From now on this rank reports itself why it is slow, as a Trainer does."""
+        self._words[self._base + _EXPLAINS] = 1
 
     @property
     def reason(self) -> int:

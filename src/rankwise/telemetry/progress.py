@@ -51,6 +51,11 @@ class Progress:
         self._pace_since = self._began, initial
         self._told: dict[str, _Printed] = {}
 
+    def explain(self) -> None:
+        """This loop reports itself why it is slow: the agent need not."""
+        if self._row is not None:
+            self._row.explain()
+
     def place(self, done: int) -> str:
         """`step 110/800`; `step 110` if the total is unknown."""
         return f"step {done}" if self._total is None else f"step {done}/{self._total}"

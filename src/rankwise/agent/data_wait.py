@@ -1,0 +1,116 @@
+"""How long a rank waits for torch's DataLoader: measured in the rank, read by the agent (slow_ranks.py).
+
+    data_wait = DataWait(path, offset)
+    data_wait.prepare()        # if torch is imported already
+    data_wait.prepare_later()  # if the script may import it
+
+fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library and files of
+this folder.
+"""
+
+import functools
+import mmap
+import os
+import sys
+import threading
+import time
+
+from . import collective_notes
+
+_DATA_LOADER = "torch.utils.data.dataloader"
+_MAY_BE_HIDDEN_NS = 500_000
+"""On a GPU, shorter waits cost less than to ask what the GPU does."""
+
+
+class DataWait:
+    """The wrappers around the DataLoader of one rank. `path` and `offset`: of three words of 8 bytes, which this writes: the
+    nanoseconds that the main thread has waited, the batches that it got, and num_workers of the newest DataLoader."""
+
+    def __init__(self, path, offset):
+        self._place = path, offset
+        self._main = threading.get_ident()
+        self._is_waiting = False
+        self._last_ns = 0
+        self._words = None
+
+    def prepare(self):
+        """Call it in a process that has imported torch."""
+        if _DATA_LOADER in sys.modules:
+            self._wrap(sys.modules[_DATA_LOADER])
+        else:
+            self.prepare_later()
+
+    def prepare_later(self):
+        """Call it in a process whose script may import torch later."""
+        sys.meta_path.insert(0, collective_notes.AfterImport(_DATA_LOADER, self._wrap))
+
+    def _wrap(self, module):
+        path, offset = self._place
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._words = memoryview(mmap.mmap(fd, 0))[offset : offset + 24].cast("q")
+        os.close(fd)
+        os.register_at_fork(after_in_child=self._end)  # a loader worker waits for nobody
+        make = module.DataLoader.__iter__
+        wrapped = set()
+
+        @functools.wraps(make)
+        def iterate(loader):
+            iterator = self._measured(make, loader, 0)  # it starts the loader workers
+            if self._words is not None:
+                self._words[2] = getattr(loader, "num_workers", 0)
+            kind = next((kind for kind in type(iterator).__mro__ if "__next__" in vars(kind)), None)
+            if kind is not None and kind.__module__ == module.__name__ and kind not in wrapped:
+                wrapped.add(kind)
+                take = kind.__next__
+                kind.__next__ = functools.wraps(take)(lambda batches: self._measured(take, batches, 1))
+            return iterator
+
+        module.DataLoader.__iter__ = iterate
+
+    def _end(self):
+        self._words = None
+
+    def _measured(self, call, of, batches):
+        """What `call(of)` returns, which is a wait of the main thread. A dataset may use another DataLoader: the outermost wait
+        counts."""
+        if self._words is None or self._is_waiting or threading.get_ident() != self._main:
+            return call(of)
+        gpu = _gpu() if self._last_ns > _MAY_BE_HIDDEN_NS else None
+        was_busy = _is_busy(gpu)
+        self._is_waiting = True
+        began = time.perf_counter_ns()
+        try:
+            return call(of)
+        except StopIteration:
+            batches = 0
+            raise
+        finally:
+            self._is_waiting = False
+            self._last_ns = waited_ns = time.perf_counter_ns() - began
+            if self._words is not None:
+                self._words[0] += _cost_ns(waited_ns, was_busy, _is_busy(gpu))
+                self._words[1] += batches
+
+
+def _cost_ns(waited_ns, was_busy, is_busy):
+    """How much of a wait has cost time. While the GPU still has work, the wait costs nothing; if it ran out of work during the
+    wait, nobody knows when: half is counted."""
+    if is_busy:
+        return 0
+    return waited_ns // 2 if was_busy else waited_ns
+
+
+def _gpu():
+    """The module of the GPU that this thread uses; None if it uses none."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
+def _is_busy(gpu):
+    """Whether the GPU still has work of this thread."""
+    if gpu is None:
+        return False
+    try:
+        return not gpu.current_stream().query()
+    except RuntimeError:  # an error of an earlier kernel, which belongs to the script, or a graph is being captured
+        return False
