@@ -15,28 +15,26 @@ from typing import Any, NamedTuple
 
 from rankwise.agent.rank_processes import RankProcesses
 from rankwise.host import machine, processes
-from rankwise.host.text import count, numbered
+from rankwise.host.text import count
 from rankwise.ipc.shared_page import Page
-from rankwise.telemetry.slowness import Found, Reports, Spent, late_data
+from rankwise.telemetry.slowness import MOSTLY, Found, Reports, Spent, late_data, named
 
 _EVERY_S = 5.0
+_LOOK_EVERY_S = 1.0
 _WINDOW_S = 10.0
 _LONGEST_WINDOW_S = 60.0
 _FEW_BATCHES = 3
 """Windows with fewer batches become longer: a wait is known only when its batch has come."""
 
-_MUCH = 0.3
 _FULL = 0.85
 """Of the time of all cores."""
-
-_MOST_RANKS = 8
 
 
 class RankTime(NamedTuple):
     """What one rank has done since it started."""
 
     batches: int
-    """From torch's DataLoader."""
+    """From torch's DataLoader, or ours."""
 
     data_wait_s: float
     collectives: int
@@ -113,12 +111,16 @@ class SlowRanks:
     """Compares what all ranks did in the last seconds, at the head."""
 
     def __init__(self) -> None:
+        self._next = 0.0
         self._before: Sequence[NodeTimes] | None = None
         self._windows = 0
         self._reports = Reports()
 
     def look(self, nodes: Sequence[NodeTimes | None], hosts: Sequence[str], now: float) -> str | None:
-        """What to print. `hosts`: of each node. The first window is ignored: a script starts slowly."""
+        """What to print; call it on each tick. `hosts`: of each node. The first window is ignored: a script starts slowly."""
+        if now < self._next:
+            return None
+        self._next = now + _LOOK_EVERY_S
         times = [node for node in nodes if node is not None]
         if len(times) < len(nodes):
             return None
@@ -134,8 +136,9 @@ class SlowRanks:
         self._windows += 1
         if self._windows == 1:
             return None
-        several = list(hosts) if len(set(hosts)) > 1 else []
-        found = _late(times, windows, several) or _queued(times, windows, several) or _waits_for_data(times, windows)
+        several = len(set(hosts)) > 1
+        of_each = [host for host, node in zip(hosts, times, strict=True) for _ in node.ranks] if several else []
+        found = _late(windows, of_each) or _queued(times, windows, of_each) or _waits_for_data(times, windows)
         return self._reports.line(found, now)
 
 
@@ -154,22 +157,20 @@ def _windows(before: NodeTimes, now: NodeTimes) -> list[_Window]:
     ]  # fmt: skip
 
 
-def _late(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Window]], hosts: Sequence[str]) -> Found | None:
+def _late(windows: Sequence[Sequence[_Window]], hosts: Sequence[str]) -> Found | None:
     """The ranks whose data is late, if the ranks wait for each other."""
     ranks = list(chain.from_iterable(windows))
     if not all(rank.batches and rank.meets for rank in ranks):
         return None
-    of_each = [host for host, node in zip(hosts, nodes, strict=True) for _ in node.ranks] if hosts else []
-    return late_data([Spent(rank.elapsed_s, {"data wait": rank.data_wait_s}, 0.0) for rank in ranks], of_each)
+    return late_data([Spent(rank.elapsed_s, {"data wait": rank.data_wait_s}, 0.0) for rank in ranks], hosts)
 
 
 def _queued(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Window]], hosts: Sequence[str]) -> Found | None:
     """The nodes whose ranks wait for processors. If there are more ranks than cores, the launcher has said so."""
-    for i, (node, ranks) in enumerate(zip(nodes, windows, strict=True)):
+    for node, ranks in zip(nodes, windows, strict=True):
         share = sum(rank.queued_s / rank.elapsed_s for rank in ranks) / len(ranks)
-        if share >= _MUCH and len(ranks) <= node.cores:
-            numbers = range(node.first, node.first + len(ranks))
-            who = f"{numbered('rank', numbers, _MOST_RANKS, ranges=True)}{f' (on {hosts[i]})' if hosts else ''}"
+        if share >= MOSTLY and len(ranks) <= node.cores:
+            who = named(range(node.first, node.first + len(ranks)), hosts)
             wait = "waits" if len(ranks) == 1 else "wait"
             return f"queued {node.first}", (
                 f"{who} {wait} {share:.0%} of the time for a processor: their threads, loader workers and other programs need "
@@ -185,7 +186,7 @@ def _waits_for_data(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Wind
     if not reading:
         return None
     share = sum(rank.data_wait_s / rank.elapsed_s for rank in reading) / len(reading)
-    if share < _MUCH:
+    if share < MOSTLY:
         return None
     full = [
         node for node, ranks in zip(nodes, windows, strict=True)

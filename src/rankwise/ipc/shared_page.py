@@ -297,7 +297,7 @@ class Row:
 
     @property
     def batches(self) -> int:
-        """How many batches the rank has got so."""
+        """How many of these batches the rank has got."""
         return self._words[self._base + _BATCHES]
 
     @property

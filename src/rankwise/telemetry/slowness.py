@@ -24,7 +24,7 @@ _WINDOW_S = 10.0
 _WAITED = 0.2
 """If the other ranks wait this share of the time for some, these are reported."""
 
-_MOSTLY = 0.3
+MOSTLY = 0.3
 """A part that takes this share of the time on all ranks is reported."""
 
 _LONGER = 2.0
@@ -129,7 +129,7 @@ def waited_for(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> Found | Non
     waited = sum(waits[rank] - least for rank in others) / len(others) / elapsed_s
     if waited < _WAITED:
         return None
-    who = _named(slow, hosts)
+    who = named(slow, hosts)
     are, them = ("is", "it") if len(slow) == 1 else ("are", "them")
     part, why = _why([ranks[rank] for rank in slow], [ranks[rank] for rank in others], "it" if len(slow) == 1 else "they")
     text = f"{who} {are} slower than the others, which wait {_percent(waited)} of the time for {them}; {why}"
@@ -146,10 +146,11 @@ def late_data(ranks: Sequence[Spent], hosts: Sequence[str] = ()) -> Found | None
         return None
     they = "it" if len(slow) == 1 else "they"
     why = _late([ranks[rank] for rank in slow], [ranks[rank] for rank in range(len(ranks)) if rank not in slow], they)
-    return f"{slow} late data", f"all ranks wait for {_named(slow, hosts)}; {why}"
+    return f"{slow} late data", f"all ranks wait for {named(slow, hosts)}; {why}"
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`ranks 2, 3 (on node2)`. `hosts`: that of each rank of the run; empty if they need not be named."""
     on = listed(dict.fromkeys(hosts[rank] for rank in ranks), 3, last=" and ") if hosts else ""
     return f"{numbered('rank', ranks, _MOST_RANKS, ranges=True)}{f' (on {on})' if on else ''}"
 
@@ -198,7 +199,7 @@ def large_part(ranks: Sequence[Spent]) -> Found | None:
     """A part that takes much of the time of all ranks, and what helps."""
     part = max(_WHAT_HELPS, key=lambda name: _mean(ranks, name))
     share = _mean(ranks, part)
-    return (part, f"{_percent(share)} of the time is {part}: {_WHAT_HELPS[part]}") if share >= _MOSTLY else None
+    return (part, f"{_percent(share)} of the time is {part}: {_WHAT_HELPS[part]}") if share >= MOSTLY else None
 
 
 def _percent(share: float) -> str:
