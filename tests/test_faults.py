@@ -66,6 +66,7 @@ def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None
     assert f"rank 1 was killed by SIGBUS (script.py:12): {said}" in run.output()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("statement", "status", "said"),
     [

@@ -110,6 +110,7 @@ def of_the_selftest(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
     return {way: [(f.check, f.status, f.evidence) for f in findings_of(made(folder / way, way, 3))] for way in WAYS}
 
 
+@pytest.mark.stress
 def test_the_selftest_finds_nothing_wrong_with_batches_of_uneven_length(tmp_path: Path) -> None:
     for findings in on_ranks(2, of_the_selftest, tmp_path):
         for way, found in findings.items():

@@ -190,6 +190,7 @@ rankwise.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), step, Slow(), 
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("read", "method"), [(TORCHS, "fork"), (TORCHS, "spawn"), (OURS, "fork")], ids=["torch's", "torch's, spawned", "ours"]
 )

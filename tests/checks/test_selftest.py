@@ -542,6 +542,7 @@ def test_a_matrix_that_needs_more_steps_than_16_is_not_lost() -> None:
     assert on_ranks(2, _of_a_wide_model, "all-reduce:powersgd:1") == ["ok", "ok"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("bug", "strategy", "check"),
     [

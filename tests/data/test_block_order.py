@@ -27,6 +27,7 @@ EPOCHS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("samples", "rows", "window"), EPOCHS)
 def test_an_epoch_is_every_index_once(samples: int, rows: int, window: int) -> None:
     for seed, epoch in ((0, 0), (3, 5), (2**62, 100_000)):
