@@ -66,7 +66,6 @@ def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None
     assert f"rank 1 was killed by SIGBUS (script.py:12): {said}" in run.output()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("statement", "status", "said"),
     [
@@ -76,6 +75,7 @@ def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None
     ],
     ids=["raises", "exit 0", "SIGKILL"],
 )
+@pytest.mark.one_in(3)
 def test_the_rank_that_is_the_cause_is_named_though_its_peers_die_of_it(launch, statement: str, status: int, said: str) -> None:
     run = launch(fault(statement), options=("--nproc", "3"))
     ranks = run.pids()

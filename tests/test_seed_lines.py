@@ -72,7 +72,6 @@ def _marks(line: str) -> list[pytest.MarkDecorator]:
     return [] if line == "python train.py -gpus 0" or "nproc_per_node=2 --nnodes" in line else [pytest.mark.stress]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line)) for line in ONE_MACHINE])
 def test_the_line_as_it_stands_is_one_world_of_so_many_ranks(line: str) -> None:
     ranks = ONE_MACHINE[line]

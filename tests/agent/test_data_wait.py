@@ -190,10 +190,10 @@ rankwise.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), step, Slow(), 
 """
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("read", "method"), [(TORCHS, "fork"), (TORCHS, "spawn"), (OURS, "fork")], ids=["torch's", "torch's, spawned", "ours"]
 )
+@pytest.mark.one_in(3)
 def test_the_agent_sees_the_waits_of_any_script(launch, tmp_path: Path, read: str, method: str) -> None:
     run = launch(SCRIPT.replace("READ", read), options=("--nproc", "1", "--start-method", method))
     wait_for((tmp_path / "read").exists, "the data", run.output)

@@ -194,8 +194,8 @@ print(heard, step, row.by_script, flush=True)
 """
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("behind_s", [0.0, 0.5])
+@pytest.mark.one_in(2)
 def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step(
     agents: New, behind_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -542,7 +542,6 @@ def test_a_matrix_that_needs_more_steps_than_16_is_not_lost() -> None:
     assert on_ranks(2, _of_a_wide_model, "all-reduce:powersgd:1") == ["ok", "ok"]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("bug", "strategy", "check"),
     [
@@ -551,6 +550,7 @@ def test_a_matrix_that_needs_more_steps_than_16_is_not_lost() -> None:
         ("own state not loaded", "local-sgd:4", "resume"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_strategy_that_breaks_its_promise_is_named(bug: str, strategy: str, check: str) -> None:
     told = on_ranks(2, _asked_on_a_rank, bug, strategy)
     assert all(check in failed and same for failed, same in told), told

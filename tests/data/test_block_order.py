@@ -27,8 +27,8 @@ EPOCHS = [
 ]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("samples", "rows", "window"), EPOCHS)
+@pytest.mark.one_in(4)
 def test_an_epoch_is_every_index_once(samples: int, rows: int, window: int) -> None:
     for seed, epoch in ((0, 0), (3, 5), (2**62, 100_000)):
         whole = order(samples, rows, window, seed).indices(epoch, 0, samples)
