@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from launched import FORKED
 
 pytestmark = pytest.mark.stress
 
@@ -21,7 +22,7 @@ def test_a_script_of_another_library_trains_20_steps_on_2_ranks(library: str, ra
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{library} is not installed here; .ci/run installs it")
     script = shutil.copy(SCRIPTS / f"train_{library}.py", tmp_path / "train.py")  # not in a folder with the library's name
-    done = rankwise("run", "--nproc", "2", str(script))
+    done = rankwise("run", *FORKED, str(script))
     logs = [(tmp_path / "runs" / "train" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert done.returncode == 0, logs
     for rank, log in enumerate(logs):
