@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,15 +19,14 @@ def right(runner: str, *words: str) -> str:
     unlike those of other tests (conftest.py): they train, and torch is imported once for all of them.
     """
     command = [sys.executable, str(ROOT / runner), *words]
-    with tempfile.TemporaryDirectory() as configuration:
-        environ = {**os.environ, "XDG_CONFIG_HOME": configuration}
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            try:
-                text, _ = process.communicate()
-            except BaseException:
-                process.send_signal(signal.SIGINT)
-                process.wait(timeout=200)
-                raise
+    environ = {**os.environ, "XDG_CONFIG_HOME": os.getcwd()}  # the test's own folder, without a site file
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            text, _ = process.communicate()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=200)
+            raise
     print(text)
     assert process.returncode == 0, f"{runner} {' '.join(words)}: status {process.returncode}\n{text}"
     return text
