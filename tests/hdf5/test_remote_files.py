@@ -137,6 +137,30 @@ def test_a_read_that_stalls_is_an_error_that_names_the_file(server: FileServer, 
         dataset[np.arange(1000)]
 
 
+def test_a_collection_while_a_file_is_read_waits_for_no_lock_that_this_read_holds(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage that holds a file of h5py is collected in any thread, and needs h5py's lock, which a read holds."""
+    cycles: list[list[Any]] = [[h5py.File(server.folder / "gzip.h5")] for _ in range(20)]
+    for cycle in cycles:
+        cycle.append(cycle)
+    piece, collected = remote.RemoteFile._piece, []
+
+    def a_piece_with_a_collection(file: remote.RemoteFile, at: int, wanted: int) -> bytes:
+        del cycles[-1:]
+        if gc.isenabled():
+            gc.collect()
+            collected.append(at)
+        return piece(file, at, wanted)
+
+    monkeypatch.setattr(remote.RemoteFile, "_piece", a_piece_with_a_collection)
+    monkeypatch.setattr(remote, "STALLED_S", 10.0)
+    assert len(HDF5Dataset(server.url("gzip.h5"))[[0, 999]]["x"]) == 2
+    assert (len(cycles) < 20, collected, gc.isenabled()) == (True, [], True)
+    cycles.clear()
+    gc.collect()
+
+
 def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: FileServer) -> None:
     server.parts = False
     with pytest.raises(DataError, match="cannot send a part of the file; give cache="):
