@@ -37,13 +37,6 @@ def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         job._process.wait()
 
 
-def sums_ranks(offset: int) -> tuple[int, int, str]:
-    import torch
-
-    world = rankwise.init()
-    return world.rank, int(rankwise.all_reduce(torch.tensor(world.rank + offset))), world.source
-
-
 def trains(folder: str) -> tuple[int, list[int]]:
     """Slow until it gets the signal, so that the signal arrives in the middle."""
     import time
@@ -68,21 +61,21 @@ def trains(folder: str) -> tuple[int, list[int]]:
     return state.step, [len(trainer.run.attempts()), int(trainer.run.path.name.endswith("_run"))]
 
 
-def fails_on_rank_1() -> None:
-    if rankwise.init().rank == 1:
-        raise ValueError("no data")
+def sums_ranks_and_fails_on_rank_1(offset: int) -> tuple[int, int, str]:
+    import torch
+
+    world = rankwise.init()
+    total = int(rankwise.all_reduce(torch.tensor(world.rank + offset)))
+    if world.rank == 1:
+        raise ValueError(f"no data for {world.rank, total, world.source}")
+    return world.rank, total, world.source
 
 
 @pytest.mark.stress
-def test_tasks_of_the_local_executor_are_the_ranks(executor: Any) -> None:
-    job = executor.submit(on_submitit(sums_ranks), 10)
-    assert job.results() == [(0, 21, "submitit"), (1, 21, "submitit")]
-
-
-@pytest.mark.stress
-def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
-    job = executor.submit(on_submitit(fails_on_rank_1))
-    assert "ValueError: no data" in str(job.exception())
+def test_tasks_of_the_local_executor_are_the_ranks_and_what_one_raises_is_told_as_submitit_does(executor: Any) -> None:
+    job = executor.submit(on_submitit(sums_ranks_and_fails_on_rank_1), 10)
+    assert job.task(0).result() == (0, 21, "submitit")
+    assert "ValueError: no data for (1, 21, 'submitit')" in str(job.exception())
 
 
 @pytest.mark.stress(dose="whole")  # tests/cluster has it with Slurm, and the default tier tests the result of a stop, below

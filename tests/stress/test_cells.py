@@ -7,7 +7,7 @@ from runners import right
 
 pytestmark = pytest.mark.stress
 
-DOSES = {"small": ["--cells", "60", "--ranks", "2", "5", "--seed", "3"], "whole": []}
+DOSES = {"small": ["--cells", "30", "--ranks", "2", "5", "--seed", "3"], "whole": []}
 
 
 def test_steps_are_those_of_plain_torch_for_every_optimizer_model_layout_and_event(dose: str) -> None:

@@ -12,7 +12,7 @@ DOSES = {
               "blocking": ["--kills", "1", "--in-save", "1", "--steps", "100", "--blocking"]},
     "whole": {"behind": ["--kills", "200", "--in-save", "60", "--seed", "2"], "blocking": ["--blocking"]},
 }  # fmt: skip
-OF_STRATEGIES = {"small": ["--kills", "3", "--in-save", "1", "--steps", "150"], "whole": ["--kills", "50", "--in-save", "15"]}
+OF_STRATEGIES = {"small": ["--kills", "2", "--in-save", "1", "--steps", "100"], "whole": ["--kills", "50", "--in-save", "15"]}
 
 
 @pytest.mark.parametrize("saves", ["behind", pytest.param("blocking", marks=pytest.mark.stress(dose="whole"))])

@@ -7,7 +7,7 @@ from runners import MEMORY, right
 
 pytestmark = pytest.mark.stress
 
-DOSES = {"small": ["--kills", "8", "--draws", "5", "--savers", "rankwise", "one file"], "whole": []}
+DOSES = {"small": ["--kills", "5", "--draws", "3", "--savers", "rankwise", "one file"], "whole": []}
 
 
 def test_what_rankwise_resumes_after_a_kill_or_damage_is_a_complete_save(dose: str) -> None:

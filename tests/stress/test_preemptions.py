@@ -18,9 +18,13 @@ def preempted(launcher: str, stops: int, *words: str) -> None:
     assert f"{launcher}: {stops} preemptions, 0 wrong" in text
 
 
-@pytest.mark.parametrize(("launcher", "small"), [("rankwise", 1), ("torchrun", 1)])
-def test_preemptions_leave_every_step_every_sample_and_every_bit_as_they_were(launcher: str, small: int, dose: str) -> None:
-    preempted(launcher, *{"small": (small, *BUSY), "whole": (50,)}[dose])
+def test_preemptions_leave_every_step_every_sample_and_every_bit_as_they_were(dose: str) -> None:
+    preempted("rankwise", *{"small": (1, *BUSY), "whole": (50,)}[dose])
+
+
+@pytest.mark.stress(dose="whole")  # tests/stop/test_signal.py has one stop and resume
+def test_preemptions_under_torchrun_leave_every_step_every_sample_and_every_bit_as_they_were() -> None:
+    preempted("torchrun", 50)
 
 
 @pytest.mark.stress(dose="whole")  # similar to torchrun, and tests/cluster stops mpirun
