@@ -175,7 +175,7 @@ def test_texts_of_different_lengths_have_a_checksum_too(tmp_path: Path) -> None:
 
 def test_a_damaged_chunk_is_found_and_its_rows_told(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
-    rows = np.random.default_rng(0).integers(0, 9, (400_000, 2))
+    rows = np.random.default_rng(0).integers(0, 9, (12_500, 64))
     assert written(path, [{"x": row} for row in rows], compress="gzip").verify() == rows.nbytes
     with h5py.File(path) as file:
         chunk = file["x"].id.get_chunk_info(1)
@@ -414,7 +414,7 @@ def test_without_free_file_descriptors_nothing_is_left_on_the_disk(tmp_path: Pat
 @pytest.mark.parametrize("compress", [None, "gzip"])
 def test_a_writer_that_takes_a_sample_has_the_files_that_it_needs_to_close(tmp_path: Path, compress: str | None) -> None:
     in_use = list(map(int, os.listdir("/proc/self/fd")))
-    limit, taken = max(in_use) + 50, 0
+    limit, taken = max(in_use) + 30, 0
     for fields in range(limit - len(in_use) - 20, limit - len(in_use) + 5):
         with open_files(limit):
             writer = HDF5Writer(tmp_path / f"{fields}.h5", compress=compress)

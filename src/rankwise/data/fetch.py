@@ -87,6 +87,8 @@ class Workers(NamedTuple):
 
     def advice(self, ranks: int) -> str | None:
         """What to change if this node has fewer cores than all workers of its `ranks` ranks; None if it has enough."""
+        if not self.num_workers:
+            return None
         cores = machine.cores()
         sharing = ranks if cores == os.cpu_count() else 1  # otherwise the launcher has bound this rank to its own cores
         total = sharing * self.num_workers
