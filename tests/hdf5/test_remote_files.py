@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 import torch
 from file_server import FileServer, serving
+from h5py._objects import phil
+from launched import wait_for
 from ranks import on_ranks
 from torch.utils.data import DataLoader
 
 import rankwise
 from rankwise.errors import DataError
 from rankwise.files import remote
-from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer, remote_file
 
 N = 150
 
@@ -137,28 +139,47 @@ def test_a_read_that_stalls_is_an_error_that_names_the_file(server: FileServer, 
         dataset[np.arange(1000)]
 
 
-def test_a_collection_while_a_file_is_read_waits_for_no_lock_that_this_read_holds(
+def test_no_garbage_is_collected_while_h5py_reads_for_it_would_need_h5pys_lock(
     server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage that holds a file of h5py is collected in any thread, and needs h5py's lock, which a read holds."""
+    """Garbage that holds a file of h5py is collected in any thread: also in one that fetches, and between two fetches."""
     cycles: list[list[Any]] = [[h5py.File(server.folder / "gzip.h5")] for _ in range(20)]
     for cycle in cycles:
         cycle.append(cycle)
-    piece, collected = remote.RemoteFile._piece, []
+    piece, readinto = remote.RemoteFile._piece, remote.RemoteFile.readinto
+    collected, between = [], []
 
     def a_piece_with_a_collection(file: remote.RemoteFile, at: int, wanted: int) -> bytes:
-        del cycles[-1:]
-        if gc.isenabled():
-            gc.collect()
-            collected.append(at)
+        if wanted:  # otherwise it is opened, without h5py
+            del cycles[-1:]
+            if gc.isenabled():
+                collected.append(gc.collect())
         return piece(file, at, wanted)
 
+    def read(file: remote.RemoteFile, buffer: Any) -> int:
+        size = readinto(file, buffer)
+        between.append(gc.isenabled())
+        return size
+
     monkeypatch.setattr(remote.RemoteFile, "_piece", a_piece_with_a_collection)
+    monkeypatch.setattr(remote.RemoteFile, "readinto", read)
     monkeypatch.setattr(remote, "STALLED_S", 10.0)
     assert len(HDF5Dataset(server.url("gzip.h5"))[[0, 999]]["x"]) == 2
-    assert (len(cycles) < 20, collected, gc.isenabled()) == (True, [], True)
+    assert (collected, set(between)) == ([], {False})
+    assert len(cycles) < 20
+    wait_for(gc.isenabled, "the collector")
     cycles.clear()
     gc.collect()
+
+
+def test_a_worker_that_is_forked_while_h5py_reads_collects_its_garbage() -> None:
+    with phil:  # as in a read: the thread that turns the collector on again waits
+        remote_file._collect_nothing_until_free(phil)
+        assert not gc.isenabled()
+        if (worker := os.fork()) == 0:
+            os._exit(gc.isenabled())
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 1
+    wait_for(gc.isenabled, "the collector")
 
 
 def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: FileServer) -> None:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, TypeVar
 
@@ -147,8 +146,7 @@ class RemoteFile(io.RawIOBase):
         if self._given_up is not None:
             raise self._given_up  # its thread may still use the file
         try:
-            with _no_collection():
-                return _bounded(self._path, work)
+            return _bounded(self._path, work)
         except DataError as error:
             self._given_up = error
             raise
@@ -196,33 +194,6 @@ class RemoteFile(io.RawIOBase):
             raise
         self._file_at = at + len(found)
         return bytes(found)
-
-
-_waiting = 0
-_collects = False
-_changes_waiting = threading.Lock()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's garbage collector is off.
-
-    h5py holds its lock while it waits for this file. A collection runs in any thread, and an object of h5py that it frees needs
-    this lock: in a thread which reads the file, it would wait for a lock that waits for this thread.
-    """
-    global _waiting, _collects
-    with _changes_waiting:
-        if _waiting == 0:
-            _collects = gc.isenabled()
-            gc.disable()
-        _waiting += 1
-    try:
-        yield
-    finally:
-        with _changes_waiting:
-            _waiting -= 1
-            if _waiting == 0 and _collects:
-                gc.enable()
 
 
 def _bounded(path: str, work: Callable[[], T]) -> T:

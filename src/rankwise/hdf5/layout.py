@@ -31,6 +31,7 @@ import xxhash
 
 from rankwise.errors import ConfigError, DataError
 from rankwise.files.remote import RemoteFile, is_remote
+from rankwise.hdf5.remote_file import RemoteHDF5
 from rankwise.host.disk import exists
 from rankwise.host.text import count, listed
 
@@ -172,7 +173,7 @@ def open_file(path: str) -> Any:
             file.close()
             raise DataError(f"{path} is being written: this process has it open for writing; close it first (file.close())")
         return file
-    file = h5py.File(RemoteFile(path), "r", rdcc_nbytes=0)
+    file = h5py.File(RemoteHDF5(path), "r", rdcc_nbytes=0)
     _remote.add(file)
     return file
 
