@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from file_server import FileServer, serving
+from fsspec.implementations.http import HTTPFileSystem
 from h5py._objects import phil
 from launched import wait_for
 from ranks import on_ranks
@@ -180,6 +181,31 @@ def test_a_worker_that_is_forked_while_h5py_reads_collects_its_garbage() -> None
             os._exit(gc.isenabled())
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 1
     wait_for(gc.isenabled, "the collector")
+
+
+def test_a_forked_worker_closes_no_connection_of_its_parent(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec would wait a second for each, because the thread that could close them is not in the worker."""
+    closed: list[Any] = []
+    here, close = os.getpid(), HTTPFileSystem.close_session
+
+    def closes(loop: Any, session: Any) -> None:
+        closed.append(session)
+        if os.getpid() == here:
+            close(loop, session)
+
+    monkeypatch.setattr(HTTPFileSystem, "close_session", staticmethod(closes))
+    dataset = [HDF5Dataset(server.url("gzip.h5"))]
+    dataset[0][3]
+    gc.collect()
+    closed.clear()
+    if (worker := os.fork()) == 0:
+        dataset.clear()
+        gc.collect()
+        os._exit(len(closed))
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    dataset.clear()
+    gc.collect()
+    assert len(closed) > 0  # it does so here
 
 
 def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: FileServer) -> None:
