@@ -21,11 +21,13 @@ import numpy as np
 import torch
 
 from rankwise.data.ahead import announced, how_far
+from rankwise.data.arguments import BATCHES, MOVED, STATE
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
-from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
+from rankwise.data.fetch import Fetch, Fetcher
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split, warn_of_end
 from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
+from rankwise.data.prefetch import Workers, fetched
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, check_no_stream, check_position, in_step
 from rankwise.dist import comm, log, private_names
@@ -34,30 +36,7 @@ from rankwise.dist.device import DEVICE, local_device, to_device
 from rankwise.dist.left_out import is_used
 from rankwise.dist.world import World, row_for_waits
 from rankwise.errors import ConfigError, DataError
-from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, Argument, one_of, takes
-
-_BATCHES = Argument(
-    lambda value: isinstance(value, LengthBatches) or (hasattr(value, "__iter__") and not isinstance(value, str)),
-    "LengthBatches(...), or a batch sampler that yields lists of indices, each a global batch",
-)
-_STATE = Argument(
-    lambda value: isinstance(value, dict) and {"samples", "seed", "shuffle", "ranks", "epoch", "position"} <= value.keys(),
-    "what state_dict() of a Loader returned",
-)
-_MOVED = {
-    "world": "leave it out; the Loader calls rankwise.init() at its first use",
-    "batch_tokens": "it is now batches=LengthBatches(tokens=...)",
-    "global_batch_tokens": "it is now batches=LengthBatches(global_tokens=...)",
-    "lengths": "it is now batches=LengthBatches(tokens=..., lengths=...), or an attribute `lengths` of the dataset",
-    "pool": "it is now batches=LengthBatches(tokens=..., pool=...)",
-    "batch_sampler": "it is now batches=...; each batch of the sampler is a global batch",
-    "sampler": "give batches=torch.utils.data.BatchSampler(sampler, batch_size, drop_last); each batch is a global batch",
-    "generator": "the order follows from seed=..., on any number of ranks",
-    "persistent_workers": "leave it out; workers are started once per epoch",
-    "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method sets how workers start",
-    "pin_memory_device": "leave it out; memory is pinned for the rank's own device",
-    "in_order": "leave it out; batches always come in order",
-}
+from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, one_of, takes
 
 
 class Loader:
@@ -101,11 +80,11 @@ class Loader:
     """
 
     @takes(
-        dataset=ANYTHING, batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, batches=_BATCHES.or_none,
+        dataset=ANYTHING, batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, batches=BATCHES.or_none,
         accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, split=one_of(*SPLITS).or_none,
         uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO, max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none,
         num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none, pin_memory=FLAG.or_none,
-        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=DEVICE.or_none, workers=FROM_ZERO.or_none, moved=_MOVED,
+        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=DEVICE.or_none, workers=FROM_ZERO.or_none, moved=MOVED,
     )  # fmt: skip
     def __init__(
         self,
@@ -464,7 +443,7 @@ class Loader:
             **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
         }
 
-    @takes(state=_STATE)
+    @takes(state=STATE)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
         if (own := self._in_own_blocks) and (order := in_blocks_of(own, state["shuffle"])) is not own:
