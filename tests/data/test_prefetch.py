@@ -1,15 +1,26 @@
-"""Workers that make batches ahead: their messages, their number."""
+"""Workers that make batches ahead: their messages, their number, and what remains of them between two loops."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from batches import loaders, steps_of
+from test_fetch import Noise, samples_of
+from test_stream import ByEpoch
+from torch.utils.data import Dataset
 
 from rankwise.data import Loader
 from rankwise.data.prefetch import Workers, _Groups, fetched
+from rankwise.errors import ConfigError
 
 # --- several small batches in one message
 
@@ -106,3 +117,158 @@ def test_a_loader_says_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     loader = Loader(list(range(8)), global_batch_size=4, num_workers=2, max_epochs=3)
     assert len(list(loader)) == 6
     assert capsys.readouterr().out.count("warning: num_workers=2: 2 workers share 1 core, and slow") == 1
+
+
+# --- persistent workers
+
+
+class Pids(Dataset[Any]):
+    """Tells which process reads it."""
+
+    def __init__(self, samples: int = 12, broken: int = -1) -> None:
+        self._samples, self.broken = samples, broken
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == self.broken:
+            raise KeyError(index)
+        time.sleep(0.002)  # so long that the batches are not in one message, which one worker would get
+        return {"x": index, "by": os.getpid()}
+
+
+def seen(loader: Loader) -> tuple[list[int], set[int]]:
+    """(the samples, the processes that read them), of one pass."""
+    batches = [batch for step in loader.once() for batch in step]
+    return [n for batch in batches for n in batch["x"].tolist()], {n for batch in batches for n in batch["by"].tolist()}
+
+
+def persistent(dataset: Any, workers: int = 2, **settings: Any) -> Loader:
+    [loader] = loaders(dataset, 1, num_workers=workers, persistent_workers=True, shuffle=False, **settings)
+    return loader
+
+
+def test_persistent_workers_read_all_epochs_and_others_one() -> None:
+    for keep, count in ((True, 2), (False, 6)):
+        [loader] = loaders(Pids(), 1, num_workers=2, persistent_workers=keep, global_batch_size=3, max_epochs=3)
+        batches = [batch for step in loader for batch in step]
+        assert len({n for batch in batches for n in batch["by"].tolist()}) == count
+        assert sorted(n for batch in batches for n in batch["x"].tolist()) == sorted([*range(12)] * 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_persistent_workers_read_what_others_read(workers: int) -> None:
+    expected = samples_of(Noise(13), 1, max_epochs=3)
+    assert samples_of(Noise(13), 1, max_epochs=3, num_workers=workers, persistent_workers=True) == expected
+
+
+def test_the_same_workers_read_each_pass_over_an_evaluations_data() -> None:
+    loader = persistent(Pids())
+    first = seen(loader.of_all())
+    assert first == seen(loader.of_all()) == seen(loader)
+    assert first[0] == [*range(12)]
+    assert os.getpid() not in first[1]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a_loop_that_ended_early_leaves_nothing_to_the_next(taken: int) -> None:
+    loader = persistent(Pids(40), global_batch_size=4, max_epochs=None)
+    for left in range(5):
+        for _ in zip(range(taken), loader, strict=False):
+            pass
+        assert seen(loader)[0] == [*range(40)], left
+    whole = [n for step in steps_of(loader, 20) for batch in step for n in batch]
+    assert len(whole) == 80
+    assert sorted(whole) == sorted([*range(40)] * 2)
+
+
+def test_two_loops_at_the_same_time_do_not_share_workers() -> None:
+    loader = persistent(Pids(40), global_batch_size=4)
+    outer: list[int] = []
+    workers: set[int] = set()
+    for number, step in enumerate(loader):
+        outer += [n for batch in step for n in batch["x"].tolist()]
+        workers |= {n for batch in step for n in batch["by"].tolist()}
+        if number % 3 == 0:
+            within, others = seen(loader)
+            assert within == [*range(40)]
+            assert not workers & others
+    assert outer == [*range(40)]
+
+
+def test_after_an_error_of_the_dataset_the_next_loop_works() -> None:
+    dataset = Pids(broken=7)
+    loader = persistent(dataset, global_batch_size=2)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="7"):
+            seen(loader)
+    dataset.broken = -1
+    assert seen(loader)[0] == [*range(12)]
+
+
+def test_persistent_workers_read_a_stream_in_each_epoch() -> None:
+    whole = steps_of(loaders(ByEpoch(13), 1, max_epochs=3)[0])
+    for workers in (1, 2):
+        assert steps_of(loaders(ByEpoch(13), 1, max_epochs=3, num_workers=workers, persistent_workers=True)[0]) == whole
+
+
+def test_a_loaded_state_needs_no_new_loop_of_persistent_workers() -> None:
+    loader = persistent(Pids(40), global_batch_size=4, max_epochs=2)
+    plain = loaders(Pids(40), 1, global_batch_size=4, max_epochs=2, shuffle=False)[0]
+    state = {}
+    for one in (loader, plain):
+        assert len(steps_of(one, 3)) == 3
+        state = one.state_dict()
+        assert len(steps_of(one, 9)) == 9
+    for one in (loader, plain):
+        one.load_state_dict(state)
+    assert steps_of(loader) == steps_of(plain)
+
+
+def read_while_killing(pid: int, loader: Loader) -> None:
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        seen(loader)
+
+
+def test_if_a_worker_is_killed_the_loop_fails_and_the_next_has_others() -> None:
+    loader = persistent(Pids())
+    before = seen(loader)[1]
+    with pytest.raises(RuntimeError, match=r"killed|exited unexpectedly"):
+        read_while_killing(min(before), loader)
+    samples, after = seen(loader)
+    assert samples == [*range(12)]
+    assert not before & after
+
+
+def test_persistent_workers_without_workers_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="persistent_workers=True works only with workers; give num_workers, or remove"):
+        Loader(Pids(), batch_size=2, persistent_workers=True)
+
+
+_SCRIPT = """
+from test_prefetch import Pids, persistent, seen
+loader = persistent(Pids())
+print(*seen(loader)[1])
+held = [loader]
+held.append(held)  # freed by nobody but the interpreter's end
+"""
+
+
+def test_persistent_workers_end_with_the_script() -> None:
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, env=here, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not any(map(psutil.pid_exists, map(int, done.stdout.split())))
+
+
+def test_a_forked_process_starts_its_own_workers() -> None:
+    loader = persistent(Pids())
+    expected = seen(loader)
+    if (pid := os.fork()) == 0:
+        samples, pids = seen(loader)
+        os._exit(0 if samples == expected[0] and not pids & expected[1] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert seen(loader) == expected

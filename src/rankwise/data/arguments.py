@@ -22,7 +22,6 @@ MOVED = {
     "batch_sampler": "it is now batches=...; each batch of the sampler is a global batch",
     "sampler": "give batches=torch.utils.data.BatchSampler(sampler, batch_size, drop_last); each batch is a global batch",
     "generator": "the order follows from seed=..., on any number of ranks",
-    "persistent_workers": "leave it out; workers are started once per epoch",
     "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method sets how workers start",
     "pin_memory_device": "leave it out; memory is pinned for the rank's own device",
     "in_order": "leave it out; batches always come in order",

@@ -27,7 +27,7 @@ from rankwise.data.fetch import Fetch, Fetcher
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split, warn_of_end
 from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
-from rankwise.data.prefetch import Workers, fetched
+from rankwise.data.prefetch import Kept, Workers, fetched
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, check_no_stream, check_position, in_step
 from rankwise.dist import comm, log, private_names
@@ -52,9 +52,10 @@ class Loader:
     Before the first use (an iteration, a size or the state) nothing is sent, and the ranks need not be connected.
 
     `num_workers` processes fetch ahead, as in torch's DataLoader, with its `prefetch_factor`, `pin_memory` (by default if the
-    device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch, then DataError). Order and samples do not depend
-    on the workers. Without workers, a thread fetches `prefetch_factor` batches ahead if the data draws no random numbers (an
-    HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not use the core of the training.
+    device is a GPU), `worker_init_fn`, `timeout` (seconds without a batch, then DataError) and `persistent_workers` (they are
+    started once, not in each epoch). Order and samples do not depend on the workers. Without workers, a thread fetches
+    `prefetch_factor` batches ahead if the data draws no random numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads
+    and copies do not use the core of the training.
 
     `dataset` may also be iterable (torch's IterableDataset), a stream; an epoch is one pass of it. It must yield the same whole
     stream on every rank and worker, and each keeps its share (see `data.stream`). The Loader does not shuffle a stream.
@@ -84,7 +85,8 @@ class Loader:
         accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, split=one_of(*SPLITS).or_none,
         uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO, max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none,
         num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none, pin_memory=FLAG.or_none,
-        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=DEVICE.or_none, workers=FROM_ZERO.or_none, moved=MOVED,
+        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, persistent_workers=FLAG, device=DEVICE.or_none,
+        workers=FROM_ZERO.or_none, moved=MOVED,
     )  # fmt: skip
     def __init__(
         self,
@@ -106,6 +108,7 @@ class Loader:
         pin_memory: bool | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
+        persistent_workers: bool = False,
         device: torch.device | str | None = None,
         workers: int | None = None,
     ) -> None:
@@ -120,7 +123,10 @@ class Loader:
         """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
         micro-batch in the checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
-        self._workers = Workers(max(num_workers, workers or 0), prefetch_factor, pin_memory, worker_init_fn, timeout)
+        self._workers = Workers(
+            max(num_workers, workers or 0), prefetch_factor, pin_memory, worker_init_fn, timeout, persistent_workers
+        )
+        self._kept = Kept()
         self._collate_fn = collate_fn
         self._steps = 0  # of the current epoch
         self._asked_device = torch.device(device) if device is not None else None
@@ -379,7 +385,7 @@ class Loader:
         if advice := advice or self._workers.advice(self._world.local_world_size):
             log.warning_once(advice)
         seed = seeds.derive(self.seed, self.epoch, self._world.rank, "workers")
-        return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda", seed=seed)
+        return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda", seed=seed, kept=self._kept)
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
         """The same data and order from the start, in this process, for any rank of any number of ranks. Without `split`,

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ class Workers(NamedTuple):
     pin_memory: bool | None = None
     worker_init_fn: Callable[[int], None] | None = None
     timeout: float = 0
+    persistent: bool = False
+    """Whether the processes remain for the next loop."""
 
     def check(self, draws_nothing: bool) -> None:
         """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch; it
@@ -54,6 +56,8 @@ class Workers(NamedTuple):
             return
         if self.timeout:
             raise ConfigError(f"timeout={self.timeout} works only with workers; give num_workers, or remove timeout")
+        if self.persistent:
+            raise ConfigError("persistent_workers=True works only with workers; give num_workers, or remove persistent_workers")
         if self.prefetch_factor and not draws_nothing:
             raise ConfigError(
                 f"prefetch_factor={self.prefetch_factor} works only with workers; give num_workers, or remove prefetch_factor "
@@ -77,15 +81,17 @@ class Workers(NamedTuple):
         )
 
 
-def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False, seed: int = 0) -> Iterator[Any]:
+def fetched(
+    requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False, seed: int = 0, kept: Kept | None = None
+) -> Iterator[Any]:
     """The fetcher's result for each request, in their order. `workers` processes take turns. `pin`: whether memory is pinned if
-    `workers` does not say. `seed`: of the workers, for what is not keyed.
+    `workers` does not say. `seed`: of the workers, for what is not keyed. `kept`: where persistent workers wait between loops.
 
     An exception in a worker is raised here: with the same type if that can be pickled, otherwise as a DataError with its
     traceback. If no batch arrives for `timeout` seconds, this raises a DataError.
     """
     if workers.num_workers:
-        return _by_workers(requests, fetcher, workers, pin, seed)
+        return _by_workers(requests, fetcher, workers, pin, seed, kept or Kept())
     made = fetcher.here
     if workers.pin_memory and torch.accelerator.is_available():
         made = partial(_pinned, made)
@@ -149,37 +155,96 @@ def _result(batch: Any, error: BaseException | None) -> Any:
         del error, batch  # the traceback has this frame
 
 
-def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool, seed: int) -> Iterator[Any]:
-    context = RingContext(multiprocessing.get_context(), _failure)
-    groups = _Groups(requests, most=1 if workers.timeout else _GROUP)  # the timeout is for one batch
-    sampler: Any = groups
-    begin: Any = _Begin(getattr(fetcher, "dataset", None), workers.worker_init_fn)
-    loader: DataLoader[Any] = DataLoader(
-        _Identity(),
-        batch_sampler=sampler,
-        num_workers=workers.num_workers,
-        prefetch_factor=workers.prefetch_factor,
-        worker_init_fn=begin,
-        timeout=workers.timeout,
-        collate_fn=_Told(fetcher, context.ring),
-        pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
-        multiprocessing_context=context,
-        # A separate generator: drawing the workers' seed must not change the stream from which dropout draws.
-        generator=torch.Generator().manual_seed(seed),
-    )
+def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool, seed: int, kept: Kept) -> Iterator[Any]:
+    processes = kept.take(fetcher) or Processes(fetcher, workers, pin, seed)
+    is_usable = False
     try:
-        with _timeout_as_data_error(workers.timeout):
+        yield from processes.fetched(requests)
+        is_usable = workers.persistent
+    except GeneratorExit:  # the loop has ended before the data
+        is_usable = workers.persistent
+        raise
+    finally:
+        if is_usable:
+            kept.put(processes)
+        else:
+            processes.end()
+
+
+class Processes:
+    """The worker processes of one fetcher, for one loop at a time."""
+
+    def __init__(self, fetcher: Fetcher, workers: Workers, pin: bool, seed: int) -> None:
+        self.fetcher = fetcher
+        self._timeout_s = workers.timeout
+        context = RingContext(multiprocessing.get_context(), _failure)
+        self._context, self._ring = context, context.ring
+        self._groups = _Groups(most=1 if workers.timeout else _GROUP)  # the timeout is for one batch
+        sampler: Any = self._groups
+        begin: Any = _Begin(getattr(fetcher, "dataset", None), workers.worker_init_fn)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Identity(),
+            batch_sampler=sampler,
+            num_workers=workers.num_workers,
+            prefetch_factor=workers.prefetch_factor,
+            worker_init_fn=begin,
+            timeout=workers.timeout,
+            collate_fn=_Told(fetcher, context.ring),
+            pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
+            multiprocessing_context=context,
+            persistent_workers=workers.persistent,
+            # A separate generator: drawing the workers' seed must not change the stream from which dropout draws.
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def fetched(self, requests: Iterator[Any]) -> Iterator[Any]:
+        self._groups.requests = requests
+        with _timeout_as_data_error(self._timeout_s):
             with _on_cpu():
-                answers = iter(loader)
+                answers = iter(self._loader)
             for answer in answers:
-                batches = deque(groups.answered(answer, context.ring.last_bytes))
+                batches = deque(self._groups.answered(answer, self._ring.last_bytes))
                 del answer
                 while batches:
                     if isinstance(batches[0], _FetchFailure):
                         raise unpack_error(batches[0].packed, "in a loader worker", DataError)
                     yield batches.popleft()
-    finally:
-        context.ring.late.clear()  # they refer to the ring, whose memory would remain until the garbage collection
+
+    @property
+    def are_alive(self) -> bool:
+        return self._context.is_alive
+
+    def end(self) -> None:
+        """The processes end when nobody holds this object."""
+        self._ring.late.clear()  # they refer to the ring, whose memory would remain until the garbage collection
+
+
+class Kept:
+    """Persistent workers that wait for the next loop. A loop takes them, so two loops never share them; in a forked process
+    there are none."""
+
+    def __init__(self) -> None:
+        self._waiting: Processes | None = None
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+    def take(self, fetcher: Fetcher) -> Processes | None:
+        """None if there are none for this fetcher."""
+        if self._pid != os.getpid():
+            return None
+        found, self._waiting = self._waiting, None
+        if found is None or (found.fetcher is fetcher and found.are_alive):
+            return found
+        found.end()
+        return None
+
+    def put(self, processes: Processes) -> None:
+        if self._waiting is None and self._pid == os.getpid():
+            self._waiting = processes
+        else:
+            processes.end()
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
@@ -192,12 +257,13 @@ class _Groups:
     """The requests, several of them in one message to a worker if a batch is small and made fast: then the message and the
     switch to another process take longer than the batch."""
 
-    def __init__(self, requests: Iterator[Any], most: int = _GROUP) -> None:
-        self._requests = requests
+    def __init__(self, requests: Iterable[Any] = (), most: int = _GROUP) -> None:
+        self.requests = requests
         self._size, self._most = 1, most
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        while group := tuple(itertools.islice(self._requests, self._size)):
+        requests = iter(self.requests)
+        while group := tuple(itertools.islice(requests, self._size)):
             yield group
 
     def answered(self, answer: Any, size: int) -> Sequence[Any]:

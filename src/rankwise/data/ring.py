@@ -56,6 +56,7 @@ class RingContext(BaseContext):
     def __init__(self, actual: BaseContext, failed: Callable[[Exception], Any]) -> None:
         self._actual: Any = actual
         self.ring = Ring(failed)
+        self._processes: list[Any] = []
 
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - multiprocessing's name, as the next two
         return _Queue(self.ring)
@@ -65,7 +66,13 @@ class RingContext(BaseContext):
         return self.ring.over
 
     def Process(self, *args: Any, **settings: Any) -> Any:  # noqa: N802
-        return self._actual.Process(*args, **settings)
+        self._processes.append(self._actual.Process(*args, **settings))
+        return self._processes[-1]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no worker has ended."""
+        return all(process.is_alive() for process in self._processes)
 
 
 class _File:
