@@ -81,9 +81,22 @@ def test_the_start_of_workers_is_a_wait_and_workers_themselves_report_nothing(ro
     elapsed_s = seconds_of(lambda: list(DataLoader(Slow(), num_workers=2)))
     assert 2 * SLEEP_S <= row.data_wait_s <= elapsed_s
     assert row.data_wait_s > 0.5 * elapsed_s
+    assert 0 < row.epoch_wait_s < row.data_wait_s - 2 * SLEEP_S
     assert (row.batches, row.loader_workers) == (4, 2)
     list(DataLoader(OfLoader(), num_workers=1, batch_size=None))
     assert (row.batches, row.loader_workers) == (4 + 2, 1)
+
+
+def test_the_start_and_end_of_an_epoch_are_counted_apart(row: Row) -> None:
+    keeps = DataLoader(Slow(), num_workers=2, persistent_workers=True)
+    list(keeps)
+    once_s = row.epoch_wait_s
+    for _ in range(5):
+        list(keeps)
+    kept_s, before = (row.epoch_wait_s - once_s) / 5, row.epoch_wait_s
+    for _ in range(5):
+        list(DataLoader(Slow(), num_workers=2))
+    assert (row.epoch_wait_s - before) / 5 > 1.5 * kept_s
 
 
 def test_a_loader_inside_a_dataset_is_not_counted_twice(row: Row) -> None:

@@ -20,10 +20,16 @@ __all__ = ["launch"]  # a fixture
 
 
 def per_second(
-    data: float = 0.0, queued: float = 0.0, used: float = 1.0, batches: float = 10, meets: bool = True, explains: bool = False
+    data: float = 0.0,
+    queued: float = 0.0,
+    used: float = 1.0,
+    batches: float = 10,
+    meets: bool = True,
+    explains: bool = False,
+    epochs: float = 0.0,
 ) -> RankTime:
     """What one rank does in each second; seconds of its data, its wait for a processor, and its processor time."""
-    return RankTime(batches, data, 10 if meets else 0, explains, used, queued)
+    return RankTime(batches, data, 10 if meets else 0, explains, used, queued, epochs)
 
 
 def node(second: float, *ranks: RankTime, first: int = 0, cores: int = 8, workers: int = 0) -> NodeTimes:
@@ -31,7 +37,7 @@ def node(second: float, *ranks: RankTime, first: int = 0, cores: int = 8, worker
     so_far = (
         RankTime(
             int(r.batches * second), r.data_wait_s * second, int(r.collectives * second), r.explains, r.used_s * second,
-            r.queued_s * second,
+            r.queued_s * second, r.epoch_wait_s * second,
         )
         for r in ranks
     )  # fmt: skip
@@ -67,6 +73,17 @@ def test_if_the_loader_workers_use_all_cores_more_of_them_are_not_recommended() 
         "slow: 50% of the time is data wait: the ranks and their loader workers use all 8 cores; make the samples cheaper to "
         "read"
     )
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_workers_that_start_in_each_short_epoch_are_told_to_stay(explains: bool) -> None:
+    [(_, line)] = lines([per_second(data=0.5, epochs=0.25, explains=explains)] * 2, workers=4)
+    assert line == (
+        "slow: 25% of the time loader workers start and end (4 in each epoch); give persistent_workers=True to the DataLoader "
+        "or Loader, then they stay"
+    )
+    assert lines([per_second(data=0.2, epochs=0.1)], workers=4) == []
+    assert lines([per_second(data=0.2, epochs=0.2)]) == []  # without workers, nothing can stay
 
 
 def test_a_rank_whose_data_is_late_is_named_with_its_host() -> None:

@@ -80,7 +80,10 @@ def test_a_part_that_takes_much_of_the_time_of_all_ranks_is_reported_with_what_h
     assert large_part([spent(data_wait=2)]) is None
     found = large_part([spent(data_wait=4), spent(data_wait=3)])
     assert found is not None
-    assert found[1] == ("35% of the time is data wait: raise num_workers of the Loader, or make the samples cheaper to read")
+    assert found[1] == (
+        "35% of the time is data wait: raise num_workers of the Loader, set persistent_workers=True if epochs are short, or "
+        "make the samples cheaper to read"
+    )
 
 
 def lines(watch: SlowWatch, ranks: Callable[[int], list[Spent]], intervals: int, steps: int = 50) -> list[tuple[int, str]]:

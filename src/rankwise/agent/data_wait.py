@@ -23,8 +23,9 @@ _MAY_BE_HIDDEN_NS = 500_000
 
 
 class DataWait:
-    """The wrappers around the DataLoader of one rank. `path` and `offset`: of three words of 8 bytes, which this writes: the
-    nanoseconds that the main thread has waited, the batches that it got, and num_workers of the newest DataLoader."""
+    """The wrappers around the DataLoader of one rank. `path` and `offset`: of four words of 8 bytes, which this writes: the
+    nanoseconds that the main thread has waited, the batches that it got, num_workers of the newest DataLoader, and how many of
+    the nanoseconds were at the start and the end of loops."""
 
     def __init__(self, path, offset):
         self._place = path, offset
@@ -47,7 +48,7 @@ class DataWait:
     def _wrap(self, module):
         path, offset = self._place
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._words = memoryview(mmap.mmap(fd, 0))[offset : offset + 24].cast("q")
+        self._words = memoryview(mmap.mmap(fd, 0))[offset : offset + 32].cast("q")
         os.close(fd)
         os.register_at_fork(after_in_child=self._end)  # a loader worker waits for nobody
         make = module.DataLoader.__iter__
@@ -88,8 +89,11 @@ class DataWait:
             self._is_waiting = False
             self._last_ns = waited_ns = time.perf_counter_ns() - began
             if self._words is not None:
-                self._words[0] += _cost_ns(waited_ns, was_busy, _is_busy(gpu))
+                cost_ns = _cost_ns(waited_ns, was_busy, _is_busy(gpu))
+                self._words[0] += cost_ns
                 self._words[1] += batches
+                if not batches:
+                    self._words[3] += cost_ns
 
 
 def _cost_ns(waited_ns, was_busy, is_busy):

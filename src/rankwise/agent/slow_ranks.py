@@ -26,6 +26,9 @@ _LONGEST_WINDOW_S = 60.0
 _FEW_BATCHES = 3
 """Windows with fewer batches become longer: a wait is known only when its batch has come."""
 
+_STARTING = 0.15
+"""Of the time, if the ranks wait for it."""
+
 _FULL = 0.85
 """Of the time of all cores."""
 
@@ -46,6 +49,9 @@ class RankTime(NamedTuple):
 
     queued_s: float
     """How long its main thread has waited for a processor."""
+
+    epoch_wait_s: float
+    """How much of the wait for data was at the start and the end of epochs."""
 
 
 class NodeTimes(NamedTuple):
@@ -85,7 +91,7 @@ class RankTimes:
             times = (
                 RankTime(
                     row.batches, row.data_wait_s, row.collectives, row.explains,
-                    processes.used_s(rank.pid), processes.queued_s(rank.pid),
+                    processes.used_s(rank.pid), processes.queued_s(rank.pid), row.epoch_wait_s,
                 )
                 for rank, row in zip(self._ranks.ranks, rows, strict=True)
             )  # fmt: skip
@@ -105,6 +111,7 @@ class _Window(NamedTuple):
 
     used_s: float
     queued_s: float
+    epoch_wait_s: float
 
 
 class SlowRanks:
@@ -138,7 +145,8 @@ class SlowRanks:
             return None
         several = len(set(hosts)) > 1
         of_each = [host for host, node in zip(hosts, times, strict=True) for _ in node.ranks] if several else []
-        found = _late(windows, of_each) or _queued(times, windows, of_each) or _waits_for_data(times, windows)
+        found = _late(windows, of_each) or _queued(times, windows, of_each) or _starts(times, windows)
+        found = found or _waits_for_data(times, windows)
         return self._reports.line(found, now)
 
 
@@ -152,6 +160,7 @@ def _windows(before: NodeTimes, now: NodeTimes) -> list[_Window]:
         _Window(
             now.at_s - before.at_s, b.batches - a.batches if not b.explains else 0, b.data_wait_s - a.data_wait_s,
             b.collectives > a.collectives, max(b.used_s - a.used_s, 0.0), max(b.queued_s - a.queued_s, 0.0),
+            b.epoch_wait_s - a.epoch_wait_s,
         )
         for a, b in zip(before.ranks, now.ranks, strict=True)
     ]  # fmt: skip
@@ -178,6 +187,19 @@ def _queued(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Window]], ho
                 "more cores"
             )
     return None
+
+
+def _starts(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Window]]) -> Found | None:
+    """That loader workers start again in each epoch, and epochs are short. A Trainer does not measure this itself."""
+    ranks = list(chain.from_iterable(windows))
+    share = sum(rank.epoch_wait_s / rank.elapsed_s for rank in ranks) / len(ranks)
+    workers = max(node.loader_workers for node in nodes)
+    if share < _STARTING or not workers:
+        return None
+    return "starts", (
+        f"{min(share, 1.0):.0%} of the time loader workers start and end ({workers} in each epoch); give "
+        "persistent_workers=True to the DataLoader or Loader, then they stay"
+    )
 
 
 def _waits_for_data(nodes: Sequence[NodeTimes], windows: Sequence[Sequence[_Window]]) -> Found | None:

@@ -38,7 +38,7 @@ _LAST_WORDS_BYTES = 8192
 
 _RANKS, _HOLD, _STOP, _REASON, _GO, _ENDING, _RUNG, _ALARM_STEP, _ALARMS = range(9)
 _CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT, _HEARD, _DUE_AT, _DUE, _ANSWERS, _COLLECTIVES = range(11)
-_DATA_WAIT_NS, _BATCHES, _LOADER_WORKERS, _EXPLAINS = range(11, 15)
+_DATA_WAIT_NS, _BATCHES, _LOADER_WORKERS, _EPOCH_NS, _EXPLAINS = range(11, 16)
 
 JOIN_S = 5.0
 """How long the agent, when asked to stop, waits for ranks that reach their first gate later than others."""
@@ -306,8 +306,13 @@ class Row:
         return self._words[self._base + _LOADER_WORKERS]
 
     @property
+    def epoch_wait_s(self) -> float:
+        """How much of the wait was at the start and the end of loops over torch's DataLoader, where workers start and end."""
+        return self._words[self._base + _EPOCH_NS] / 1e9
+
+    @property
     def data_wait_offset(self) -> int:
-        """The offset of these three in the page (agent/data_wait.py writes them, which cannot import this module)."""
+        """The offset of these four in the page (agent/data_wait.py writes them, which cannot import this module)."""
         return (self._base + _DATA_WAIT_NS) * 8
 
     def add_data_wait(self, seconds: float, batches: int) -> None:

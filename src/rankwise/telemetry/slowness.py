@@ -32,7 +32,9 @@ _LEAST_GAP_S = 60.0
 _SAME_GAP_S = 600.0
 _MOST_RANKS = 8
 _WHAT_HELPS = {
-    "data wait": "raise num_workers of the Loader, or make the samples cheaper to read",
+    "data wait": (
+        "raise num_workers of the Loader, set persistent_workers=True if epochs are short, or make the samples cheaper to read"
+    ),
     "saving": "save less often, Checkpoints(every_s=...), or on a faster disk",
     "actions": "call them less often, rankwise.every(action, steps=100)",
 }
