@@ -101,6 +101,37 @@ def test_a_loop_that_breaks_off_leaves_no_thread_and_goes_on_where_it_was() -> N
     assert next(iter(again))[0].tolist()[0] == 150
 
 
+class Locked(Noted):
+    """Reads under a lock, as h5py does."""
+
+    lock = threading.RLock()
+
+    def read_batch(self, indices: Any) -> torch.Tensor:
+        with self.lock:
+            return super().read_batch(indices)
+
+
+def test_an_abandoned_loop_may_be_collected_in_a_call_that_holds_the_lock_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rankwise.data.prefetch._LAST_READ_S", 0.1)
+    dataset = Locked(1000)
+    (loader,) = loaders(dataset, 1, global_batch_size=5, max_epochs=1, prefetch_factor=20)
+    steps: list[Any] = [iter(loader)]
+    next(steps[0])
+    steps.append(steps)
+    gc.disable()
+    try:
+        with Locked.lock:
+            del steps
+            gc.collect()
+            assert len(dataset.read) < 200
+    finally:
+        gc.enable()
+    while prefetching():
+        time.sleep(0.01)
+
+
 def test_an_error_comes_with_its_own_step_and_names_its_samples() -> None:
     (loader,) = loaders(Noted(50, broken=27), 1, global_batch_size=5, max_epochs=1, prefetch_factor=4, shuffle=False)
     steps = iter(loader)

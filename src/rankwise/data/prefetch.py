@@ -107,6 +107,8 @@ def _pinned(made: Callable[[Any], Any], request: Any) -> Any:
 
 
 _END = object()
+_LAST_READ_S = 10.0
+"""How long a loop that was not finished waits for the batch that its thread still reads."""
 
 
 def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
@@ -126,7 +128,8 @@ def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) 
     def stop() -> None:
         over.set()
         asked.put(_END)
-        thread.join()
+        # Not for ever: the garbage collector may end an abandoned loop, in a call that holds a lock which the thread waits for.
+        thread.join(_LAST_READ_S)
 
     thread = threading.Thread(target=fetch, name="rankwise-prefetch", daemon=True)
     thread.start()
