@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -93,3 +94,23 @@ def test_an_error_of_ours_that_follows_one_that_we_handle_is_its_message_alone(
     sys.excepthook(ConfigError, caught.value, None)
     assert capsys.readouterr().err == "error: set x\n"
     assert before == []
+
+
+def rendered(cell: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What IPython shows of the error of a cell."""
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(cell), None, cell.splitlines(keepends=True), "<cell>"))
+    with pytest.raises(ConfigError) as caught:
+        exec(compile(cell, "<cell>", "exec"), {"__name__": "__main__"})
+    return caught.value._render_traceback_()
+
+
+def test_a_notebook_shows_the_message_and_the_line_of_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "import rankwise\ndef train(seed):\n    rankwise.Loader([1], batch_size=1, seed=seed)\ntrain(-1)\n"
+    shown = rendered(cell, monkeypatch)
+    assert shown[0].startswith("error: Loader(seed=-1): give a whole number of at least 0")
+    assert shown[1:] == ["at line 3: rankwise.Loader([1], batch_size=1, seed=seed)"]
+
+
+def test_a_notebook_shows_an_error_of_the_script_that_ours_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "import rankwise\ntry:\n    1 / 0\nfinally:\n    rankwise.Loader([1], batch_size=1, seed=-1)\n"
+    assert "ZeroDivisionError" in "".join(rendered(cell, monkeypatch))

@@ -17,11 +17,13 @@ RankwiseError            exit status 2 unless a subclass has another
   SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that cannot be sent to other ranks
 Stopped                  not an error: training stopped as asked, everything is saved
+Interrupted              the same after Ctrl-C in a notebook, IPython, or at Python's prompt
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import re
 import shutil
@@ -41,6 +43,17 @@ class RankwiseError(Exception):
     """Base of all. The launcher and the ranks print only its message, without a traceback."""
 
     exit_status = EXIT_USAGE
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython, which asks an exception for the lines to show."""
+        if _hides_one_of_the_scripts(self):
+            return traceback.format_exception(self)
+        lines = [
+            f"at line {number}: {linecache.getline(frame.f_code.co_filename, number).strip()}"
+            for frame, number in traceback.walk_tb(self.__traceback__)
+            if frame.f_globals.get("__name__") == "__main__"  # a cell
+        ]
+        return [f"error: {self}", *_notes_of(self), *lines[-1:]]
 
 
 class ConfigError(RankwiseError):
@@ -119,6 +132,18 @@ class Stopped(SystemExit):
     """The signal because of which it stopped; 0 if that is not known."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Training stopped after an agreed step because of Ctrl-C, or "Interrupt" in a notebook, and is saved. Where a person types
+    the code, it is raised instead of `Stopped`, which would end the session."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return [_without_frames(note) for note in getattr(error, "__notes__", ())]
+
+
 def _without_frames(note: str) -> str:
     """The first line of another process's traceback, and the last place in it that is not in rankwise."""
     frames = re.findall(r'^ +File "(.+)", line (\d+)', note, re.MULTILINE)
@@ -138,7 +163,8 @@ def _hides_one_of_the_scripts(error: BaseException) -> bool:
 
 def _folded(text: str) -> str:
     """The text; on a terminal, in lines that are broken between words."""
-    if "\n" in text or sys.stderr is None or not sys.stderr.isatty():
+    is_tty = getattr(sys.stderr, "isatty", None)  # a script may have replaced it by its own object
+    if "\n" in text or is_tty is None or not is_tty():
         return text
     columns = shutil.get_terminal_size().columns - 1
     return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -167,7 +193,7 @@ def without_traceback() -> None:
             return
         main = getattr(sys.modules["__main__"], "__file__", None)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
-        where = [_without_frames(note) for note in getattr(error, "__notes__", ())]
-        print("\n  ".join([_folded(f"error: {error}"), *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
+        places = [f"at {line}" for line in lines[-1:]]
+        print("\n  ".join([_folded(f"error: {error}"), *_notes_of(error), *places]), file=sys.stderr)
 
     sys.excepthook = hook

@@ -17,7 +17,6 @@ import functools
 import itertools
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -267,7 +266,8 @@ class Trainer:
 
     @takes(fresh=FLAG, moved=NOT_OF_FIT)
     def fit(self, fresh: bool = False) -> TrainState:
-        """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped.
+        """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped
+        (after Ctrl-C in a notebook: Interrupted, a KeyboardInterrupt).
 
         Resumes from the last checkpoint of the run; with `fresh`, moves old checkpoints aside and starts from scratch. Raises
         ConfigError if it would start from scratch with a model that an earlier `fit` has changed.
@@ -295,7 +295,7 @@ class Trainer:
                     self._skipped.add(state, rest)
             self._say_end(state)
         if self.stop.signum:
-            raise self.stop.stopped()
+            raise self.stop.to_raise()
         return state
 
     @takes(data=_PREDICTED, predict_fn=FUNCTION, on=one_of("main", "all"), into=FUNCTION.or_none)
@@ -451,8 +451,7 @@ class Trainer:
             for line in since_change(self.run):
                 self.progress.say(line)
         if self.stop.signum:
-            argv = [] if self.world.run_dir is not None else sys.orig_argv  # if there is a launcher, it prints the command
-            for line in messages.stopped(state, where or self.checkpoints.folder, argv):
+            for line in messages.stopped(state, where or self.checkpoints.folder, launched=self.world.run_dir is not None):
                 self.progress.say(line)
         elif where is not None:  # steps were left
             self.progress.say(messages.ended(state, self._begun_at, self.breakdown.since_start().text(), where))

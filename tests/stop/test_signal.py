@@ -510,3 +510,20 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
 
 def run_step(run: RunDir) -> int:
     return max(int(path.name[5:13]) for path in run.checkpoints.glob("step-*"))
+
+
+def typed_at_a_prompt(signum: int) -> str:
+    sys.ps1 = ">>> "  # as Python and IPython set it
+    try:
+        with StopSignal() as stop:
+            for step, _ in stop.steps(range(10**6)):
+                if step == 3:
+                    os.kill(os.getpid(), signum)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_ctrl_c_where_a_person_types_the_code_does_not_end_the_session() -> None:
+    assert on_ranks(1, typed_at_a_prompt, signal.SIGINT) == ["Interrupted: stopped by Ctrl-C"]
+    assert on_ranks(1, typed_at_a_prompt, signal.SIGTERM) == ["Stopped: 75"]

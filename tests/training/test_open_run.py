@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_other_arguments_than_those_that_have_trained_it_are_an_error_however_of
         run.begin_attempt(1, ("train.py", "--lr", "2"))
         with pytest.raises(ConfigError, match=r"with `train.py --lr 1`, and the command is now `train.py --lr 2`.*fresh=True"):
             already_done(run, ALONE, 12)
+
+
+def test_a_notebook_has_no_arguments(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its kernel are another file each time."""
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    for name in ("a", "b"):
+        monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", f"/tmp/kernel-{name}.json"])
+        _, lease = open_run(run, ALONE, fresh=name == "a")
+        assert lease is not None
+        lease.release()
+        run.update_attempt(run.attempts()[-1], status=0)
+    assert already_done(run, ALONE, 12).startswith("already done: 12 steps")
 
 
 def test_under_a_launcher_its_options_are_what_to_type(run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,13 @@ def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> Non
     assert messages.resumed(state, {"reduction": earlier}, {"reduction": today}, same_ranks=True) == [first]
 
 
-def test_a_stopped_run_says_what_to_type_where_no_launcher_does(state: TrainState) -> None:
+def test_a_stopped_run_says_what_to_type_where_no_launcher_does(state: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path("/x/step-12")
-    assert messages.stopped(state, folder, []) == ["stopped after step 12, saved in /x/step-12"]
-    assert messages.stopped(state, folder, ["python", "a b.py"])[1:] == ["to resume, type:", "  python 'a b.py'"]
+    assert messages.stopped(state, folder, launched=True) == ["stopped after step 12, saved in /x/step-12"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "a b.py"])
+    assert messages.stopped(state, folder, launched=False)[1:] == ["to resume, type:", "  python 'a b.py'"]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert messages.stopped(state, folder, launched=False)[1:] == ["to resume, run the same code again"]
 
 
 def test_the_end_says_how_many_steps_and_what_they_reached(state: TrainState) -> None:

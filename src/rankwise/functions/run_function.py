@@ -27,10 +27,11 @@ from xxhash import xxh3_128_digest
 
 from rankwise import errors, schedulers
 from rankwise.dist import private_names
-from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
+from rankwise.errors import ConfigError, FunctionError, Interrupted, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, PATH, SECONDS, SEQUENCE, TEXT, Argument, takes
 from rankwise.host.disk import check_current_folder
+from rankwise.host.session import is_interactive
 from rankwise.launch import status
 from rankwise.launch.follow import JobEnd
 from rankwise.run.config import WORKER, RunConfig, site_settings
@@ -93,6 +94,8 @@ def run_function(
         return run.result(timeout_s)
     except KeyboardInterrupt:
         run._stop(signal.SIGINT)
+        if is_interactive():
+            raise Interrupted("stopped by Ctrl-C") from None
         raise
     except TimeoutError:
         run._stop(signal.SIGTERM)  # if the function itself raised it, the run is over and this does nothing

@@ -23,8 +23,9 @@ from typing import Any, Self, TypeVar
 
 from rankwise.dist import comm
 from rankwise.dist.world import agent_row
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted, Stopped
 from rankwise.host.arguments import FROM_ZERO, Argument, takes
+from rankwise.host.session import is_interactive
 from rankwise.ipc.shared_page import Row
 from rankwise.stop import early
 from rankwise.stop.coordinator import Coordinator, open_gate
@@ -121,12 +122,13 @@ class StopSignal:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """An exception of the body passes through; otherwise raises Stopped if all ranks have stopped because of a signal."""
+        """An exception of the body passes through; otherwise raises Stopped if all ranks have stopped because of a signal, or
+        Interrupted, a KeyboardInterrupt, after Ctrl-C in a notebook."""
         if error is None and not self._finished:
             self.finish()
         self.leave()
         if error is None and self.signum:
-            raise self.stopped()
+            raise self.to_raise()
 
     @takes(batches=Argument(lambda value: hasattr(value, "__iter__"), "a Loader, or another iterable"), done=FROM_ZERO)
     def steps(self, batches: Iterable[T], done: int = 0) -> Iterator[tuple[int, T]]:
@@ -280,6 +282,12 @@ class StopSignal:
         stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
         stopped.signum = self.signum
         return stopped
+
+    def to_raise(self) -> Stopped | Interrupted:
+        """`stopped`; after Ctrl-C where a person types the code, Interrupted, because Stopped would end the session."""
+        if self.signum == signal.SIGINT and is_interactive():
+            return Interrupted("stopped by Ctrl-C")
+        return self.stopped()
 
 
 def _can_set_handlers() -> bool:

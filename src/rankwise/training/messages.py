@@ -6,12 +6,14 @@ for line in begun(model, "fp32 on cpu", loader.describe(), loader.describe_batch
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from rankwise.host.session import is_interactive
 from rankwise.host.text import count, in_lines, short
 from rankwise.training.state import TrainState
 
@@ -46,10 +48,14 @@ def _in_todays_words(value: Any) -> Any:
     return value.replace(" a step", " per step").replace(" whole)", " uncompressed)") if isinstance(value, str) else value
 
 
-def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
-    """After a signal. `argv`: the command to resume; empty if the launcher prints it."""
+def stopped(state: TrainState, where: Path, launched: bool) -> list[str]:
+    """After a signal. `launched`: whether a launcher prints how to resume."""
     lines = [f"stopped after step {state.step}, saved in {short(where)}"]
-    return [*lines, "to resume, type:", f"  {shlex.join(argv)}"] if argv else lines
+    if launched:
+        return lines
+    if is_interactive():
+        return [*lines, "to resume, run the same code again"]
+    return [*lines, "to resume, type:", f"  {shlex.join(sys.orig_argv)}"]
 
 
 def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> str:

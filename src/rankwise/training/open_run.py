@@ -19,6 +19,7 @@ from rankwise.dist import log
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, RunDirError
+from rankwise.host.session import is_interactive
 from rankwise.host.text import in_lines, short, stamp
 from rankwise.run import lease as leases
 from rankwise.run.config import default_run_dir
@@ -54,7 +55,7 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
             log.say(f"the older run was moved to {short(aside)}")
         lease = run.take(log.say)
         try:
-            return run.begin_attempt(world.world_size, tuple(sys.argv))
+            return run.begin_attempt(world.world_size, _argv())
         except BaseException:
             lease.release()
             raise
@@ -160,6 +161,11 @@ def _set_aside(path: Path) -> None:
         count += 1
     if path.exists():
         path.rename(other)
+
+
+def _argv() -> tuple[str, ...]:
+    """In a notebook, sys.argv is that of the kernel, and names another file each time."""
+    return (_script(),) if is_interactive() else tuple(sys.argv)
 
 
 def _script() -> str:
