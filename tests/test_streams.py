@@ -99,3 +99,32 @@ def test_ranks_whose_output_cannot_be_shown_go_on_and_that_is_said_once() -> Non
         == 1
     )
     assert RunDir(Path("runs/train")).log(0).read_text() == "0\n1\n2\n"
+
+
+TEE = """
+import sys
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+    def flush(self):
+        self.stream.flush()
+sys.stdout, sys.stderr = Tee(sys.stdout), Tee(sys.stderr)
+import torch, rankwise
+data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+model = torch.nn.Linear(3, 1)
+def step(model, batch):
+    x, y = batch
+    return ((model(x) - y) ** 2).sum(), len(y)
+rankwise.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), step, data, batch_size=4, max_steps=3).fit()
+rankwise.Loader(data, batch_size=-1)
+"""
+
+
+def test_a_script_may_replace_the_streams_by_objects_that_only_write() -> None:
+    Path("train.py").write_text(TEE)
+    done = in_shell(f"{shlex.quote(sys.executable)} train.py")
+    assert "done: 3 steps" in done.stdout
+    assert done.stderr.startswith("error: Loader(batch_size=-1): give a whole number of at least 1")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -140,9 +140,12 @@ def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all() -> None:
     assert not terminal.closed
 
 
-def test_a_stream_that_is_no_file_has_no_terminal() -> None:
-    with pytest.raises(io.UnsupportedOperation):
-        Terminal(io.StringIO())
+@pytest.mark.parametrize("stream", [io.StringIO(), object()])
+def test_on_a_stream_that_is_no_file_nothing_is_printed(stream: Any) -> None:
+    terminal = Terminal(stream)
+    terminal.write(b"a line\n")
+    terminal.status("step 1")
+    assert (terminal.closed, terminal.is_tty) == (True, False)
 
 
 def progress(**changes: object) -> dict[str, object]:

@@ -98,20 +98,28 @@ def write_all(fd: int, data: bytes) -> None:
                 os.set_blocking(fd, True)
 
 
+def _descriptor(stream: Any) -> int:
+    """-1 if it has none: a script may have replaced sys.stderr by its own object."""
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return -1
+
+
 class Terminal:
     """The only writer of an output stream. Bytes are written unchanged: a script may print anything."""
 
     def __init__(self, stream: TextIO | None, plain: bool = False, write: Callable[[int, bytes], None] = write_all) -> None:
-        """`stream` None (Python's value if the process was started without that stream): nothing is printed. `plain`: no status
-        line, even on a terminal. `write(fd, data)` writes all of it, now or later, or raises
-        OSError, also for what it could not write earlier."""
+        """Nothing is printed if `stream` is None (Python's value if the process was started without that stream), or an object
+        of the script without a descriptor. `plain`: no status line, even on a terminal. `write(fd, data)` writes all of it, now
+        or later, or raises OSError, also for what it could not write earlier."""
         self._write = write
-        self._fd = stream.fileno() if stream is not None else -1
-        self.is_tty = stream is not None and os.isatty(self._fd) and not plain
+        self._fd = _descriptor(stream)
+        self.is_tty = self._fd >= 0 and os.isatty(self._fd) and not plain
         self._status = b""
         self._shown = False
         self._at_line_start = True
-        self.closed = stream is None
+        self.closed = self._fd < 0
         self.lost: str | None = None
         """Why nothing can be printed any more; None if the reader is gone."""
 
