@@ -43,6 +43,12 @@ def test_an_error_of_ours_ends_with_its_message_and_the_users_line(
     assert before == []
 
 
+def test_an_interrupt_at_the_prompt_is_one_line(before: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
+    errors.without_traceback()
+    sys.excepthook(errors.Interrupted, errors.Interrupted("stopped by Ctrl-C"), None)
+    assert (capsys.readouterr().err, before) == ("stopped by Ctrl-C\n", [])
+
+
 def test_any_other_error_goes_to_the_hook_before(before: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
     errors.without_traceback()
     first = sys.excepthook

@@ -182,12 +182,15 @@ def end_process(error: BaseException) -> None:
 
 def without_traceback() -> None:
     """From now on, an uncaught error of rankwise ends this process with its message, the place where it was raised, and the
-    user's line."""
+    user's line. At Python's prompt, Ctrl-C that has stopped a training is one line, too."""
     before = sys.excepthook
     if getattr(before, "__module__", None) == __name__:
         return
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if isinstance(error, Interrupted):
+            print(error, file=sys.stderr)
+            return
         if not isinstance(error, RankwiseError) or _hides_one_of_the_scripts(error):
             before(kind, error, tb)
             return

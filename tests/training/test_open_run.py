@@ -46,6 +46,7 @@ def test_other_arguments_than_those_that_have_trained_it_are_an_error_however_of
 def test_a_notebook_has_no_arguments(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its kernel are another file each time."""
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     for name in ("a", "b"):
         monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", f"/tmp/kernel-{name}.json"])
         _, lease = open_run(run, ALONE, fresh=name == "a")
@@ -53,6 +54,17 @@ def test_a_notebook_has_no_arguments(run: RunDir, monkeypatch: pytest.MonkeyPatc
         lease.release()
         run.update_attempt(run.attempts()[-1], status=0)
     assert already_done(run, ALONE, 12).startswith("already done: 12 steps")
+
+
+def test_a_script_that_a_notebook_runs_has_arguments(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "2"])
+    _, lease = open_run(run, ALONE, fresh=False)
+    assert lease is not None
+    lease.release()
+    with pytest.raises(ConfigError, match=r"with `train.py --lr 1`, and the command is now `train.py --lr 2`"):
+        already_done(run, ALONE, 12)
 
 
 def test_under_a_launcher_its_options_are_what_to_type(run: RunDir) -> None:

@@ -164,8 +164,9 @@ def _set_aside(path: Path) -> None:
 
 
 def _argv() -> tuple[str, ...]:
-    """In a notebook, sys.argv is that of the kernel, and names another file each time."""
-    return (_script(),) if is_interactive() else tuple(sys.argv)
+    """In a notebook, sys.argv is that of the kernel, and names another file each time. (`%run train.py --lr 1` sets it.)"""
+    is_typed = is_interactive() and not hasattr(sys.modules["__main__"], "__file__")
+    return (_script(),) if is_typed else tuple(sys.argv)
 
 
 def _script() -> str:
