@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -42,3 +45,23 @@ def test_the_store_is_open_to_other_hosts_if_its_address_is_a_loopback_address_o
     other.join()
     store.set("key", "value")
     assert connects("127.0.0.1", port) is elsewhere
+
+
+@pytest.mark.parametrize("create", [stores.of_agent, stores.of_torch])
+def test_another_rank_connects_once_rank_0_listens(
+    create: Callable[[World, timedelta], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's store would wait for half a second each time it is refused."""
+    port, sleep = free_port(), time.sleep
+    rank_0: list[Any] = []
+
+    def listen(seconds: float) -> None:
+        if not rank_0:
+            rank_0.append(dist.TCPStore("127.0.0.1", port, 2, True, TIMEOUT, wait_for_workers=False))  # type: ignore[attr-defined]
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", listen)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    create(World(1, 2, 1, 2, 0, "torchrun", master_addr="127.0.0.1", master_port=port), TIMEOUT).set("key", "value")
+    assert rank_0, "it has waited in torch"

@@ -29,6 +29,8 @@ from rankwise.host.text import numbered
 
 _TELL_S = 0.5  # ten times the interval at which the other ranks look
 
+_ABOUT_AT_ONCE_S = 10.0  # ranks that start together differ by less
+
 _groups = 0  # how many process groups the ranks of our agent have created
 
 
@@ -116,6 +118,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
 
 def of_torch(world: World, timeout: timedelta) -> Any:
     """The store that torch creates or finds for "env://"."""
+    _wait_for_rank_0(world)
     with network.short_lookups(world.master_addr or ""):
         found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
     found.set_timeout(timeout)
@@ -135,7 +138,14 @@ def of_agent(world: World, timeout: timedelta) -> Any:
         # OSError: this process has already created a store there, and torch shares it.
         with contextlib.suppress(OSError):
             return _keys(_own(world, _listener(own, place[1]), own or "127.0.0.1", timeout, like_torch=True))
+    _wait_for_rank_0(world)
     return _keys(_connected(world, *place, timeout, is_master=world.rank == 0, multi_tenant=True))
+
+
+def _wait_for_rank_0(world: World) -> None:
+    """If rank 0 is much later, torch waits for it."""
+    if world.rank != 0:
+        network.wait_for_listener(world.master_addr or "", world.master_port or 0, _ABOUT_AT_ONCE_S)
 
 
 def _listener(own: str | None, port: int) -> socket.socket:
