@@ -116,19 +116,20 @@ def _address() -> Iterator[dict[str, str]]:
 
 
 def scripts_on_ranks(
-    n: int, *argv: str, timeout_s: float = 180.0, launched: bool = False
+    n: int, *argv: str, timeout_s: float = 180.0, launched: bool = False, environ: Sequence[Mapping[str, str]] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `python argv` prints on each of n ranks (stdout has both streams), and how it ends; -9 if it was killed here.
 
-    Several ranks have torchrun's variables; a single one only with `launched`. `argv` starts with a script, or with -m and a
-    module.
+    Several ranks have torchrun's variables; a single one only with `launched`. `environ` has all variables of each rank
+    instead. `argv` starts with a script, or with -m and a module.
     """
     with _address() as address, contextlib.ExitStack() as files:
         out = [files.enter_context(_file()) for _ in range(n)]
         started = []
         for rank, path in enumerate(out):
-            environ = {**os.environ, **({**torchrun(rank, n, n), **address} if n > 1 or launched else {})}
-            started.append(_CONTEXT.Process(target=_script, args=(environ, str(path), os.getcwd(), argv)))
+            ours = {**os.environ, **({**torchrun(rank, n, n), **address} if n > 1 or launched else {})}
+            variables = ours if environ is None else dict(environ[rank])
+            started.append(_CONTEXT.Process(target=_script, args=(variables, str(path), os.getcwd(), argv)))
             started[-1].start()
         deadline = time.monotonic() + timeout_s
         try:

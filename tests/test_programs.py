@@ -240,7 +240,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "program", [SHORTEST, OWN_LOOP, UNFREEZING, BY_LENGTH], ids=["shortest", "loop", "unfreezing", "lengths"]
+    "program", [SHORTEST, UNFREEZING, OWN_LOOP, BY_LENGTH], ids=["shortest", "unfreezing", "loop", "lengths"]
 )
 @pytest.mark.one_in(2)
 def test_a_program_trains_the_same_model_on_one_rank_and_on_two(program: str) -> None:

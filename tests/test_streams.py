@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import scripts_on_ranks
 
 from rankwise.run.directory import RunDir
 
@@ -124,7 +125,7 @@ rankwise.Loader(data, batch_size=-1)
 
 def test_a_script_may_replace_the_streams_by_objects_that_only_write() -> None:
     Path("train.py").write_text(TEE)
-    done = in_shell(f"{shlex.quote(sys.executable)} train.py")
+    [done] = scripts_on_ranks(1, "train.py")
     assert "done: 3 steps" in done.stdout
-    assert done.stderr.startswith("error: Loader(batch_size=-1): give a whole number of at least 1")
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "\nerror: Loader(batch_size=-1): give a whole number of at least 1" in done.stdout
+    assert (done.returncode, "Traceback" in done.stdout) == (1, False)

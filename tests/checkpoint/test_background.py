@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from boxes import Box, loaded, of_step, step_in
-from ranks import on_ranks
+from ranks import on_ranks, scripts_on_ranks
 from torch import nn
 
 from rankwise.checkpoint import Checkpoints, writer
@@ -154,8 +154,10 @@ def test_a_program_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
         "writer.write_file = slow\n"
         f"Checkpoints(Path({str(tmp_path)!r}), background=True).save({{'model': torch.nn.Linear(2, 2)}}, 7)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-    assert [manifests.verify(path).step for path in tmp_path.iterdir()] == [7]
+    Path("train.py").write_text(code)
+    [done] = scripts_on_ranks(1, "train.py")
+    assert done.returncode == 0, done.stdout
+    assert [manifests.verify(path).step for path in tmp_path.glob("step-*")] == [7]
 
 
 def test_a_step_is_saved_twice_behind_the_loop_though_the_first_is_still_being_written(

@@ -339,6 +339,7 @@ def test_a_step_of_a_loader_is_its_micro_batches_also_where_a_rank_has_fewer(sam
     assert "stopped early" not in told
 
 
+@pytest.mark.stress  # with the Trainer: below
 def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested) -> None:
     mean = ('F.cross_entropy(model(x), y, reduction="sum")', "F.cross_entropy(model(x), y)")
     source = (EXAMPLES / "02_own_loop.py").read_text()
@@ -580,13 +581,18 @@ def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None
 # --- what is refused
 
 
-def test_a_script_that_fails_is_told_with_its_traceback(rankwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_script_that_fails_is_told_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("import torch\nraise ValueError('no data')\n")
-    done = rankwise("selftest", "--ranks", "1", "train.py")
-    assert done.returncode == 2
-    assert "rankwise: train.py failed on rank 0 of 1:" in done.stderr
-    assert "ValueError: no data" in done.stderr
-    assert "rank_process.py" not in done.stderr, "frames of rankwise do not help"
+    monkeypatch.setattr(script_checks, "_run", _forked)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["selftest", "--ranks", "1", "train.py"])
+    said = capfd.readouterr().err
+    assert end.value.code == 2
+    assert "rankwise: train.py failed on rank 0 of 1:" in said
+    assert "ValueError: no data" in said
+    assert "rank_process.py" not in said, "frames of rankwise do not help"
 
 
 def test_a_script_that_trains_nothing_is_refused(rankwise: Callable[..., Any], tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_where_an_index_lies_says_nothing_about_which_it_is(samples: int) -> Non
 
 
 @pytest.mark.parametrize("samples", [1_000_000, 1 << 20, 999_983])
+@pytest.mark.one_in(3)
 def test_neighbours_in_the_order_are_strangers(samples: int) -> None:
     indices = Order(samples, 12).indices(1, 0, samples)
     bins = 64

@@ -185,8 +185,8 @@ def by_all_of_them() -> tuple[list[dict[str, float]], dict[str, float], dict[str
     return by_torchmetrics(), by_a_collection(), by_an_object_that_would_wait(), of_no_batch()
 
 
-@pytest.mark.parametrize("n", [2, 3])  # one test, because each rank imports torchmetrics, which takes a second
-@pytest.mark.one_in(2)
+@pytest.mark.stress  # each rank imports torchmetrics, which takes a second; how metric objects are merged: below
+@pytest.mark.parametrize("n", [2, 3])
 def test_metrics_of_torchmetrics_and_collections_are_those_of_one_process_and_none_waits_for_other_ranks(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

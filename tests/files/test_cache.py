@@ -291,9 +291,9 @@ def test_a_disk_that_is_full_in_the_middle_of_a_copy_leaves_nothing_there(tmp_pa
         "print(FileCache(sys.argv[1]).paths(sys.argv[2:]))"
     )
     url = server.url("x1.bin")
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "here"), url], capture_output=True, text=True, timeout=200, check=True
-    )
+    Path("script.py").write_text(script)
+    [done] = scripts_on_ranks(1, "script.py", str(tmp_path / "here"), url)
+    assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines() == [
         f"warning: cache='{tmp_path / 'here'}': File too large; 1 file of 1 are read without a copy: {url}",
         f"['{url}']",

@@ -108,7 +108,7 @@ def test_none_is_lost_and_none_comes_twice(
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.stress  # as above; how files are divided: test_exactly_once.py
 def test_none_is_lost_and_none_comes_twice_where_each_rank_reads_its_own_files(
     tmp_path: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
 ) -> None:

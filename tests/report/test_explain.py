@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +14,7 @@ import pytest
 import torch
 from conftest import Run
 from environments import Env
-from ranks import on_ranks
+from ranks import on_ranks, scripts_on_ranks
 
 from rankwise import schedulers
 from rankwise.dist import comm
@@ -326,27 +325,31 @@ os._exit(0)  # taking torch apart is torch's own: with gloo it aborts now and th
 """
 
 
-def started(env: Env) -> subprocess.Popen[str]:
-    env = {"PATH": os.environ["PATH"], **env, "CUDA_VISIBLE_DEVICES": ""}  # there is no GPU here
-    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def said(*environ: Env) -> list[tuple[int, str]]:
+    """(exit status, output) of SCRIPT as each of these ranks."""
+    Path("train.py").write_text(SCRIPT)
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = scripts_on_ranks(
+        len(environ), "train.py", environ=[{"PATH": os.environ["PATH"], **env, **no_gpu} for env in environ]
+    )
+    return [(rank.returncode, rank.stdout) for rank in done]
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.one_in(2)
 def test_half_an_address_is_refused(name: str) -> None:
-    _, said = (process := started({**seen.SLURM_STEP[1], name: "1"})).communicate(timeout=120)
-    assert process.returncode == 1
+    [(status, text)] = said({**seen.SLURM_STEP[1], name: "1"})
+    assert status == 1
     other = {"MASTER_ADDR": "MASTER_PORT", "MASTER_PORT": "MASTER_ADDR"}[name]
-    assert said.startswith(f"rank 1 of 4 (slurm) has no {other}; set both ")
-    assert "or neither" in said
+    assert text.startswith(f"rank 1 of 4 (slurm) has no {other}; set both ")
+    assert "or neither" in text
 
 
 def test_without_an_address_the_tasks_of_a_step_find_each_other_by_a_file_that_is_gone_then(tmp_path: Path) -> None:
     nowhere = {"HOME": str(tmp_path / "home")}
-    processes = [started({**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", **nowhere}) for rank in range(2)]
-    ends = [process.communicate(timeout=120) for process in processes]
-    assert [stdout for stdout, _ in ends] == ["0 2 slurm 1.0\n", "1 2 slurm 1.0\n"], ends
-    assert not list(tmp_path.iterdir())
+    ranks = [{**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", **nowhere} for rank in range(2)]
+    assert said(*ranks) == [(0, "0 2 slurm 1.0\n"), (0, "1 2 slurm 1.0\n")]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def found_by_a_task() -> tuple[int, int, str, float]:

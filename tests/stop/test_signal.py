@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import wait_for
-from ranks import on_ranks, torchrun
+from ranks import on_ranks, scripts_on_ranks, torchrun
 
 from rankwise import StopSignal
 from rankwise.dist import comm, discover
@@ -435,15 +435,17 @@ raise stop.stopped()
 
 def test_the_same_signal_again_and_again_leaves_the_stop_and_its_status_as_they_are() -> None:
     """Slurm sends SIGTERM twice at a time limit, and torchrun sends it to all ranks when the first has exited."""
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (75, "3\n"), done.stderr
+    Path("train.py").write_text(ALONE)
+    [done] = scripts_on_ranks(1, "train.py")
+    assert (done.returncode, done.stdout) == (75, "3\n")
 
 
 TWO_INTERRUPTS = ALONE.replace("SIGTERM", "SIGINT")
 
 
 def test_a_second_ctrl_c_ends_a_process_that_is_alone_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO_INTERRUPTS], capture_output=True, text=True, timeout=200)
+    Path("train.py").write_text(TWO_INTERRUPTS)
+    [done] = scripts_on_ranks(1, "train.py")
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
 
 
