@@ -218,7 +218,7 @@ def test_a_setting_that_cannot_work_is_an_exception_with_what_to_type(settings: 
 
 
 def test_false_is_a_setting_that_a_site_file_does_not_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rankwise.toml").write_text("check-collectives = true\ntee = 'all'\n")
+    (tmp_path / "rankwise.toml").write_text("check-collectives = true\ntee = 'all'\nstart-method = 'spawn'\n")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert rankwise.run_function(times_rank, (1,), nproc=1, check_collectives=False, dry_run=False, tee=None) == [0]
     config = json.loads(RunDir(Path("runs/times_rank")).config.read_text())
