@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.agent import collective_notes
 from rankwise.agent.collective_check import Comparison, Note, Rings
+from rankwise.host import listener
 
 RANKS, ODD = 3, 1
 
@@ -289,3 +290,27 @@ def test_a_module_that_does_not_exist_is_an_import_error_and_one_that_is_only_a_
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         importlib.import_module("no_such_module")
     assert list(importlib.import_module("only_a_folder").__path__) == [str(tmp_path / "only_a_folder")]
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "waits"),
+    [
+        ("env://", -1, [("node1", 29500)]), ("env://", 1, [("node1", 29500)]), ("env://", 0, []),
+        ("tcp://10.0.0.1:2222", 1, [("10.0.0.1", 2222)]), ("tcp://10.0.0.1:none", 1, []), ("file:///tmp/x", 1, []),
+    ],
+)  # fmt: skip
+def test_a_rank_of_a_script_waits_until_rank_0_listens_before_it_connects(
+    url: str, rank: int, waits: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(listener, "wait_for", lambda host, port, timeout_s: seen.append((host, port)))
+    for name, value in {"RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    module = SimpleNamespace(rendezvous=lambda *args, **kwargs: seen.append((args, kwargs)))
+    collective_notes._wait_for_rank_0(module)
+    module.rendezvous(url, rank, 2, timeout=3)
+    assert seen == [*waits, ((url, rank, 2), {"timeout": 3})]
+
+
+def test_torch_connects_by_the_function_at_which_a_rank_waits() -> None:
+    assert "rendezvous(" in inspect.getsource(c10d.init_process_group)

@@ -84,6 +84,20 @@ def test_a_rank_that_waits_inside_of_rankwise_is_shown_at_the_users_line() -> No
     )
 
 
+@pytest.mark.parametrize("called", ["init", "init_process_group"])
+@pytest.mark.parametrize("connecting", [False, True])
+def test_a_rank_that_waits_until_rank_0_listens_waits_in_what_the_script_has_called(called: str, connecting: bool) -> None:
+    stack = (
+        Frame("/usr/lib/python3.12/socket.py", 850, "create_connection"),
+        Frame(f"{Path(stall.__file__).parents[1]}/host/listener.py", 23, "wait_for"),
+        Frame("/venv/site-packages/torch/distributed/distributed_c10d.py", 1700, called),
+        Frame("/home/me/train.py", 3, "<module>"),
+    )
+    said = judge([seen(0, LOOP, cpu=1.0), seen(1, stack[0 if connecting else 1 :])], sure=False)
+    assert said is not None
+    assert f"; rank 1 waits in {called} at train.py:3 (in rankwise/host/listener.py:23)" in said
+
+
 def test_all_in_one_collective_is_the_network_or_a_mismatch() -> None:
     said = judge([seen(0, ALL_REDUCE), seen(1, ALL_REDUCE)], sure=False)
     assert said == (

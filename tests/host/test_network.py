@@ -8,7 +8,6 @@ import platform
 import socket
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -106,27 +105,6 @@ def test_an_address_or_a_name_is_listened_at_alone_where_it_means_one_place_to_a
 def test_a_listener_at_one_address_is_at_no_other() -> None:
     with network.listen_at("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_what_listens_a_moment_later_is_waited_for_and_nothing_else_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test, which each wait moves."""
-    now, late = [100.0], network.listen_at("127.0.0.1")
-    port = late.getsockname()[1]
-    late.close()
-    opened: list[socket.socket] = []
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-        if not opened and now[0] > 103.0:
-            opened.append(network.listen_at("127.0.0.1", port))
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", wait)
-    network.wait_for_listener("127.0.0.1", port, timeout_s=60.0)
-    assert 103.0 < now[0] < 103.2
-    opened[0].close()
-    network.wait_for_listener("127.0.0.1", port, timeout_s=60.0)
-    assert now[0] == pytest.approx(163.0, abs=0.2)
 
 
 ASKS = """

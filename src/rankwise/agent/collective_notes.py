@@ -17,6 +17,7 @@ buffers in a forward pass.
 """
 
 import _thread
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -27,11 +28,13 @@ import sys
 import threading
 import time
 
+from ..host import listener  # noqa: TID252  # the package may have either name
 from . import private_names
 
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
+_ABOUT_AT_ONCE_S = 10.0  # ranks that start together differ by less
 _TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arguments")
 """rankwise modules whose functions are collectives that users call directly, and the module that checks their arguments: the
 note shows the line that calls them."""
@@ -99,6 +102,7 @@ class Distributed:
             sys.meta_path.insert(0, AfterImport(_DDP, self._prepare_ddp))
 
     def _prepare_c10d(self, c10d):
+        _wait_for_rank_0(c10d)
         self._keep_process_groups(c10d)
         self._count_from_the_first_group(c10d)
         for name, (same, root) in COLLECTIVES.items() if self._notes is not None else ():
@@ -248,6 +252,26 @@ class AfterImport:
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _wait_for_rank_0(c10d):
+    """From now on, before another rank than 0 connects to rank 0's store: host/listener.py says why."""
+    import urllib.parse  # torch has imported it; a rank without torch need not
+
+    connect = getattr(c10d, "rendezvous", None)
+    if connect is None:  # a release that does not import it there
+        return
+
+    @functools.wraps(connect)
+    def rendezvous(url, rank=-1, *args, **kwargs):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # torch says what is missing or wrong
+            place = urllib.parse.urlsplit(url)
+            if place.scheme in ("env", "tcp") and (rank if rank >= 0 else int(os.environ["RANK"])) > 0:
+                host, port = place.hostname or os.environ["MASTER_ADDR"], place.port or int(os.environ["MASTER_PORT"])
+                listener.wait_for(host, port, _ABOUT_AT_ONCE_S)
+        return connect(url, rank, *args, **kwargs)
+
+    c10d.rendezvous = rendezvous
 
 
 def _count(c10d, path, offset):

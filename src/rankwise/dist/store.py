@@ -24,7 +24,7 @@ from rankwise.dist import rendezvous, start_file
 from rankwise.dist import world as world_
 from rankwise.dist.world import World
 from rankwise.errors import WorldError
-from rankwise.host import network, processes
+from rankwise.host import listener, network, processes
 from rankwise.host.text import numbered
 
 _TELL_S = 0.5  # ten times the interval at which the other ranks look
@@ -145,7 +145,7 @@ def of_agent(world: World, timeout: timedelta) -> Any:
 def _wait_for_rank_0(world: World) -> None:
     """If rank 0 is much later, torch waits for it."""
     if world.rank != 0:
-        network.wait_for_listener(world.master_addr or "", world.master_port or 0, _ABOUT_AT_ONCE_S)
+        listener.wait_for(world.master_addr or "", world.master_port or 0, _ABOUT_AT_ONCE_S)
 
 
 def _listener(own: str | None, port: int) -> socket.socket:

@@ -13,7 +13,6 @@ import ipaddress
 import os
 import platform
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,18 +58,6 @@ def listen(loopback: bool, port: int = 0) -> socket.socket:
 def listen_at(address: str, port: int = 0) -> socket.socket:
     """Listen only at this address of this host."""
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
-
-
-def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return as soon as something listens there, or after `timeout_s`. Unlike torch's store, which tries again after half a
-    second if rank 0 is a millisecond later than another rank."""
-    deadline, pause_s = time.monotonic() + timeout_s, 0.004
-    while (left_s := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, port), timeout=left_s).close()
-            return
-        time.sleep(min(pause_s, left_s))
-        pause_s = min(1.5 * pause_s, 0.1)  # `host` may be a name, for which a server is asked each time
 
 
 def own_address(host: str, one_host: bool) -> str | None:
