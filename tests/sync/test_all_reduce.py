@@ -792,8 +792,10 @@ def test_a_loss_that_is_no_sum_is_a_step_error() -> None:
     x = torch.ones(3, 6, dtype=torch.float64)
     with pytest.raises(StepError, match=r"shape \(3, 4\).*loss.sum"):
         sync.backward(model(x), 3)
-    with pytest.raises(StepError, match="needs no gradient"):
+    with pytest.raises(StepError, match=r"and needs no gradient; return"):
         sync.backward(model(x).sum().detach(), 3)
+    with torch.no_grad(), pytest.raises(StepError, match=r"gradients are switched off here \(torch.set_grad_enabled"):
+        sync.backward(model(x).sum(), 3)
 
 
 def count_in(dtype: torch.dtype, overlap: bool | None) -> float:

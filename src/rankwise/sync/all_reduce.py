@@ -282,9 +282,12 @@ class AllReduce(NeedsAttach):
     @staticmethod
     def _check_loss(loss_sum: torch.Tensor) -> None:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
+            without = "" if loss_sum.requires_grad else " and needs no gradient"
+            if without and not torch.is_grad_enabled():
+                without += ": gradients are switched off here (torch.set_grad_enabled(False), no_grad or inference_mode)"
             raise StepError(
                 f"the loss sum must be a scalar that depends on the parameters, but it has shape {tuple(loss_sum.shape)}"
-                f"{'' if loss_sum.requires_grad else ' and needs no gradient'}; return (loss.sum(), count)"
+                f"{without}; return (loss.sum(), count)"
             )
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
