@@ -694,7 +694,10 @@ def test_an_explicit_port_is_used_and_a_taken_one_is_refused_before_anything_is_
     assert refused.returncode == 2
     assert f"--master-port {port}: address already in use (by pid {os.getpid()}, " in refused.stderr
     assert "never" not in refused.stdout
-    run = launch("import os; print('port', os.environ['MASTER_PORT'])", options=("--nproc", "2", "--master-port", port))
+    run = launch(
+        "import os, torch.distributed as dist; dist.init_process_group('gloo'); print('port', os.environ['MASTER_PORT'])",
+        options=("--nproc", "2", "--master-port", port),
+    )
     assert run.wait() == 0, run.output()
     assert f"port {port}" in run.output()
 
@@ -797,9 +800,11 @@ class Rows(torch.utils.data.Dataset):
         if index == 7:
             raise KeyError("no file for it")
         return torch.ones(3)
-rankwise.init()
-for batch in rankwise.Loader(Rows(), global_batch_size=4, num_workers={workers}, max_epochs=1):
-    rankwise.barrier()
+model = torch.nn.Linear(3, 1)
+step = lambda model, x: (model(x).sum(), len(x))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = rankwise.Loader(Rows(), global_batch_size=4, num_workers={workers})
+rankwise.Trainer(model, optimizer, step, loader, max_epochs=1).fit()
 """
     run = launch(script)
     assert run.wait() == 1

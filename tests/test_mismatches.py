@@ -107,7 +107,7 @@ def test_spawned_ranks_are_compared_too(launch) -> None:
     assert "the ranks do not match in collective 6" in run.output()
 
 
-@pytest.mark.stress
+@pytest.mark.stress  # two attempts, each with an import of torch
 def test_a_restart_begins_to_count_anew(launch) -> None:
     script = "import os, sys\n" + FIVE_THEN.replace("THEN", "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': sys.exit(3)")
     run = launch(script, options=("--nproc", "2", "--check-collectives", "--max-restarts", "1"))

@@ -303,7 +303,7 @@ def test_a_rank_of_a_script_waits_until_rank_0_listens_before_it_connects(
     url: str, rank: int, waits: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(listener, "wait_for", lambda host, port, timeout_s: seen.append((host, port)))
+    monkeypatch.setattr(listener, "wait_for", lambda host, port: seen.append((host, port)))
     for name, value in {"RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     module = SimpleNamespace(rendezvous=lambda *args, **kwargs: seen.append((args, kwargs)))

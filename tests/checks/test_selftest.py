@@ -339,7 +339,7 @@ def test_a_step_of_a_loader_is_its_micro_batches_also_where_a_rank_has_fewer(sam
     assert "stopped early" not in told
 
 
-@pytest.mark.stress  # with the Trainer: below
+@pytest.mark.stress  # with the Trainer: above
 def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested) -> None:
     mean = ('F.cross_entropy(model(x), y, reduction="sum")', "F.cross_entropy(model(x), y)")
     source = (EXAMPLES / "02_own_loop.py").read_text()

@@ -34,7 +34,6 @@ from . import private_names
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
-_ABOUT_AT_ONCE_S = 10.0  # ranks that start together differ by less
 _TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arguments")
 """rankwise modules whose functions are collectives that users call directly, and the module that checks their arguments: the
 note shows the line that calls them."""
@@ -267,8 +266,10 @@ def _wait_for_rank_0(c10d):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # torch says what is missing or wrong
             place = urllib.parse.urlsplit(url)
             if place.scheme in ("env", "tcp") and (rank if rank >= 0 else int(os.environ["RANK"])) > 0:
-                host, port = place.hostname or os.environ["MASTER_ADDR"], place.port or int(os.environ["MASTER_PORT"])
-                listener.wait_for(host, port, _ABOUT_AT_ONCE_S)
+                if place.scheme == "tcp":
+                    listener.wait_for(place.hostname, place.port)
+                else:
+                    listener.wait_for(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         return connect(url, rank, *args, **kwargs)
 
     c10d.rendezvous = rendezvous

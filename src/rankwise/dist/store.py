@@ -29,8 +29,6 @@ from rankwise.host.text import numbered
 
 _TELL_S = 0.5  # ten times the interval at which the other ranks look
 
-_ABOUT_AT_ONCE_S = 10.0  # ranks that start together differ by less
-
 _groups = 0  # how many process groups the ranks of our agent have created
 
 
@@ -145,7 +143,7 @@ def of_agent(world: World, timeout: timedelta) -> Any:
 def _wait_for_rank_0(world: World) -> None:
     """If rank 0 is much later, torch waits for it."""
     if world.rank != 0:
-        listener.wait_for(world.master_addr or "", world.master_port or 0, _ABOUT_AT_ONCE_S)
+        listener.wait_for(world.master_addr or "", world.master_port or 0)
 
 
 def _listener(own: str | None, port: int) -> socket.socket:
