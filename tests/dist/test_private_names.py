@@ -6,7 +6,7 @@ import ast
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from rankwise.checkpoint import Checkpoints, reader
@@ -117,7 +118,8 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
-NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
+OF_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+NOT_HERE = (*OF_THE_SELF_TEST, *OF_HOOKS, "_args_from_interpreter_flags", "_cdata", "_fused_sgd_")
 OF_BUFFERS = ("_BatchNorm", "_non_persistent_buffers_set")
 NOT_ALONE = (*NOT_HERE, *OF_BUFFERS, "_push_all_rebuilt_params", "_rebuild_buckets", "_foreach_norm", "_foreach_mul_")
 """Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, its buffers
@@ -173,6 +175,53 @@ def test_another_interpreter_gets_the_same_flags(monkeypatch: pytest.MonkeyPatch
     with without("_args_from_interpreter_flags") as out:
         assert private_names.interpreter_flags() == usual
     assert out.getvalue() == ""
+
+
+class Loss(torch.Tensor):
+    """A subclass that sees what is done to it."""
+
+    seen: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Mode(TorchFunctionMode):
+    """A mode that sees all functions of torch."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_pass_sets_the_same_gradients_and_a_subclass_and_a_mode_see_it() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    seed, half = torch.tensor(0.5), private_names.backward()
+    half((weight**2).sum(), seed)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 2.0]
+    Loss.seen = []
+    half((weight**2).sum().as_subclass(Loss), seed)
+    assert weight.grad.tolist() == [2.0, 4.0]
+    assert "backward" in Loss.seen
+    with Mode() as mode:
+        half((weight**2).sum(), seed)
+    assert weight.grad.tolist() == [3.0, 6.0]
+    assert "backward" in mode.seen
+
+
+@pytest.mark.parametrize("wrong", [lambda w: w, lambda w: w.detach().sum(), lambda w: w.sum().reshape(1)])
+def test_a_backward_pass_of_what_is_no_loss_fails_as_in_torch(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    for run in (torch.Tensor.backward, private_names.backward()):
+        with pytest.raises(RuntimeError):
+            run(wrong(weight), torch.tensor(0.5))
+        assert weight.grad is None
 
 
 def test_every_name_that_is_looked_up_is_in_the_list() -> None:

@@ -13,6 +13,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,17 @@ NAMES = {
     "_foreach_mul_": "gradients are scaled one by one, which is slower",
     "_cdata": "",
     "_version": "each gradient is copied once more in each step",
+    "_engine_run_backward": "the backward pass takes longer",
+    "_optimizer_step_pre_hooks": "",
+    "_optimizer_step_post_hooks": "",
+    "_global_optimizer_pre_hooks": "the optimizer's step takes longer",
+    "_global_optimizer_post_hooks": "the optimizer's step takes longer",
+    "_is_profiler_enabled": "the optimizer's step takes longer",
+    "_use_grad_for_differentiable": "the optimizer's step takes longer",
+    "_fused_sgd_": "the optimizer's step takes longer",
+    "_fused_adam_": "the optimizer's step takes longer",
+    "_fused_adamw_": "the optimizer's step takes longer",
+    "_foreach_add_": "the optimizer's step takes longer",
     "_push_all_rebuilt_params": "gradients are summed after the backward pass, not during it",
     "_rebuild_buckets": "gradients are summed after the backward pass, not during it",
     "_parameters": "the search for replaced layers takes longer in each step",
@@ -43,7 +55,8 @@ NAMES = {
     "_reset": "the self-test compares the samples of a DataLoader by their content alone",
     "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
 }
-"""Each name, and what the main rank prints if a release does not have it; empty if nothing changes."""
+"""Each name, and what the main rank prints if a release does not have it; empty if nothing changes, or if a script's objects
+may lack it too."""
 
 _MISSING = object()
 _OPTIMIZER_HOOKS = (
@@ -117,6 +130,71 @@ def version_of() -> Callable[[torch.Tensor], int] | None:
     import torch
 
     return attrgetter("_version") if _find(torch.Tensor, "_version") is not None else None
+
+
+def backward() -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """A function that does what `tensor.backward(gradient)` does, but leaves it to the engine to compare the two, which saves
+    20 us. If torch does not have it, the method itself."""
+    import torch
+    from torch.autograd import graph
+    from torch.overrides import has_torch_function_unary
+
+    run = _find(graph, "_engine_run_backward")
+    return torch.Tensor.backward if run is None else partial(_backward, run, has_torch_function_unary)
+
+
+def _backward(run: Any, is_special: Callable[[object], bool], tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    if is_special(tensor):  # a subclass, or a mode that is on
+        tensor.backward(gradient)  # type: ignore[no-untyped-call]
+    else:
+        run((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def watchers_of_step(optimizer: Optimizer) -> Callable[[], tuple[Any, ...]] | None:
+    """A function that returns what sees each step of this optimizer: the hooks before and after it, its own and those of all
+    optimizers, and whether a profiler is on. None if this is not known."""
+    from torch.autograd import profiler
+
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    names_of_all = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    module = sys.modules[_optimizer_class().__module__]
+    of_all = [_find(module, name) for name in names_of_all]
+    if None in [*(_find(optimizer, name) for name in names), *of_all, _find(profiler, "_is_profiler_enabled")]:
+        return None
+    own, profiled, (before_all, after_all) = attrgetter(*names), attrgetter("_is_profiler_enabled"), of_all
+
+    def watchers() -> tuple[Any, ...]:
+        before, after = own(optimizer)
+        return [*before.values()], [*after.values()], [*before_all.values()], [*after_all.values()], profiled(profiler)
+
+    return watchers
+
+
+def unwrapped_step(step: Callable[..., Any]) -> Callable[[Optimizer], Any] | None:
+    """What is inside of the two functions that torch wraps around the step of each of its optimizers: one is for hooks and
+    profilers, one switches gradients off. None if this step is not wrapped in just these."""
+    kind = _optimizer_class()
+    switch_off = _find(sys.modules[kind.__module__], "_use_grad_for_differentiable")
+    if switch_off is None:
+        return None
+    for wrapper in (kind.profile_hook_step, switch_off):
+        if getattr(step, "__code__", None) is not wrapper(kind.step).__code__:
+            return None
+        step = vars(step)["__wrapped__"]
+    return step
+
+
+def _optimizer_class() -> Any:
+    from torch.optim import Optimizer
+
+    return Optimizer
+
+
+def fused_kernel(name: str) -> Callable[..., object] | None:
+    import torch
+
+    found: Callable[..., object] | None = _find(torch, name)
+    return found
 
 
 def can_settle_buckets(reducer: type) -> bool:

@@ -33,6 +33,7 @@ from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums, Tail
 from rankwise.sync.strategy import Held, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
+from rankwise.training.direct_step import DirectStep
 from rankwise.training.model import buffers_kept, buffers_of_batch_norms, check_unwrapped, give_own_elements
 from rankwise.training.optimizer import align_state
 from rankwise.training.precision import LossScale
@@ -138,6 +139,7 @@ class AllReduce(NeedsAttach):
         if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
             log.warn("the model is on the CPU although there is a GPU; call model.to(rankwise.local_device(world)) first")
         self._optimizer = optimizer
+        self._apply = DirectStep(optimizer, self._before_step)
         self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
         comm.broadcast([*self._trained.named().values(), *common_buffers(model).values()])
@@ -152,13 +154,14 @@ class AllReduce(NeedsAttach):
 
     def _new_reduction(self) -> Reduction:
         parameters = self._trained.parameters
+        self._overlaps = self._compress is None and self._takes_ddp(parameters)
+        # Of a pass in which DDP sends, the agent takes notes: it sees only torch's function.
+        self._pass = torch.Tensor.backward if self._overlaps else private_names.backward()
         if self._compress is not None and self._together:
-            self._overlaps = False
             compressed = CompressedReduction(parameters, self._compress)
             compressed.memory.put(self._memory if self._loaded is _NOTHING else self._loaded)
             self._memory = compressed.memory
             return compressed
-        self._overlaps = self._takes_ddp(parameters)
         if not self._overlaps:
             in_place = not self._together and pays(parameters)
             return InPlaceReduction(parameters) if in_place else FlatReduction(parameters, self._together)
@@ -253,7 +256,7 @@ class AllReduce(NeedsAttach):
         self._called = True
         self._reduction.expect(count, last)
         try:
-            loss_sum.backward(seed)  # type: ignore[no-untyped-call]  # a seed costs no node in the graph, a division would
+            self._pass(loss_sum, seed)  # a seed costs no node in the graph, a division would
         except BaseException as reason:
             if count == 0 and isinstance(reason, RuntimeError) and not loss_sum.requires_grad:
                 return  # nothing to learn from on this rank: no target in its samples
@@ -329,7 +332,7 @@ class AllReduce(NeedsAttach):
         if stepped:
             if not sums.complete:
                 self._leave_alone(tail.without_gradient())
-            self._optimizer.step()
+            self._apply()
         self._reduction.release()
         self._loaded = _NOTHING
         return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)

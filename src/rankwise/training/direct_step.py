@@ -1,0 +1,139 @@
+"""The step of an optimizer, without the Python that torch runs around it.
+
+    step = DirectStep(optimizer, own_hook);  step()
+
+For a model of two layers, `optimizer.step()` takes 70 to 90 us on a CPU, and its kernel 10 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+
+from rankwise.dist import private_names
+
+_grad = attrgetter("grad")
+_kind = attrgetter("device", "dtype")  # torch has a kernel for each
+
+Kernel = Callable[..., object]
+State = Mapping[torch.Tensor, Mapping[str, Any]]
+Group = Mapping[str, Any]
+Launch = Callable[[], object]
+LaunchOf = Callable[[list[nn.Parameter], State, Group], Launch | None]
+
+
+class DirectStep:
+    """Does what `optimizer.step()` does, bit for bit. Of torch's optimizers it calls what is inside of the functions that torch
+    wraps around each step; of the fused SGD, Adam and AdamW it calls only the kernel.
+
+    It calls `optimizer.step()` where more must happen: in the first step, with a hook that is not `own_hook`, in a profiler, if
+    the script has replaced the step, and for an optimizer that is not torch's.
+    """
+
+    def __init__(self, optimizer: Optimizer, own_hook: Callable[..., Any]) -> None:
+        self._optimizer, self._own_hook = optimizer, own_hook
+        self._watchers = private_names.watchers_of_step(optimizer)
+        self._only_ours: tuple[Any, ...] = ([own_hook], [], [], [], False)
+        self._steps: tuple[Any, ...] = ()
+        self._inner: Callable[[Optimizer], Any] | None = None
+        self._launch_of = _launch_of(type(optimizer))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DirectStep, (self._optimizer, self._own_hook)
+
+    def __call__(self) -> None:
+        optimizer = self._optimizer
+        steps = getattr(type(optimizer), "step", None), getattr(optimizer, "__dict__", {}).get("step")
+        if steps != self._steps:  # the first step, which a new scheduler must see too
+            self._steps, self._inner = steps, self._find_inner(*steps)
+        elif self._inner is not None and self._watchers is not None and self._watchers() == self._only_ours:
+            before = torch.is_grad_enabled()
+            torch.set_grad_enabled(False)
+            try:
+                self._apply(self._inner)
+            finally:
+                torch.set_grad_enabled(before)
+            return
+        optimizer.step()
+
+    def _find_inner(self, of_kind: Any, own: Any) -> Callable[[Optimizer], Any] | None:
+        """The step without what torch has wrapped around it. None if something else may be around it."""
+        # A scheduler gives its optimizer a `step` which notes that it was called.
+        is_of_scheduler = getattr(own, "__globals__", None) is vars(lr_scheduler) and own.__wrapped__ is of_kind
+        if (own is not None and not is_of_scheduler) or getattr(self._optimizer, "defaults", {}).get("differentiable"):
+            return None
+        return private_names.unwrapped_step(of_kind)
+
+    def _apply(self, inner: Callable[[Optimizer], Any]) -> None:
+        launches = self._launches(self._launch_of) if self._launch_of is not None else None
+        if launches is None:
+            inner(self._optimizer)
+            return
+        for launch in launches:
+            launch()
+
+    def _launches(self, launch_of: LaunchOf) -> list[Launch] | None:
+        """The kernels with their arguments. None if torch's Python is needed for one of them."""
+        found = []
+        for group in self._optimizer.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            if not group["fused"] or isinstance(group["lr"], torch.Tensor) or len(set(map(_kind, parameters))) > 1:
+                return None
+            launch = launch_of(parameters, self._optimizer.state, group)
+            if launch is None:
+                return None
+            found.append(launch)
+        return found
+
+
+def _launch_of(kind: type[Optimizer]) -> LaunchOf | None:
+    """A function of the parameters with a gradient, the state and a group: the kernel with its arguments, or None."""
+    if kind is SGD and (sgd := private_names.fused_kernel("_fused_sgd_")) is not None:
+        return partial(_sgd, sgd)
+    if kind in (Adam, AdamW):
+        adam, adamw, add = map(private_names.fused_kernel, ("_fused_adam_", "_fused_adamw_", "_foreach_add_"))
+        if adam is not None and adamw is not None and add is not None:
+            return partial(_adam, adam, adamw, add)
+    return None
+
+
+def _sgd(kernel: Kernel, parameters: list[nn.Parameter], state: State, group: Group) -> Launch | None:
+    momenta = [state[p].get("momentum_buffer") for p in parameters] if group["momentum"] else []
+    if any(momentum is None for momentum in momenta):
+        return None
+    return partial(
+        kernel, parameters, list(map(_grad, parameters)), momenta, weight_decay=group["weight_decay"],
+        momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
+        maximize=group["maximize"], is_first_step=False,
+    )  # fmt: skip
+
+
+def _adam(
+    adam: Kernel, adamw: Kernel, add: Kernel, parameters: list[nn.Parameter], state: State, group: Group
+) -> Launch | None:
+    beta1, beta2 = group["betas"]
+    kept = [state[p] for p in parameters]
+    if isinstance(beta1, torch.Tensor) or isinstance(beta2, torch.Tensor) or not all(kept):  # the first gradient of one
+        return None
+    steps = [one["step"] for one in kept]
+    averages = [one["exp_avg"] for one in kept], [one["exp_avg_sq"] for one in kept]
+    largest = [one["max_exp_avg_sq"] for one in kept] if group["amsgrad"] else []
+    kernel = partial(
+        adamw if group["decoupled_weight_decay"] else adam, parameters, list(map(_grad, parameters)), *averages, largest, steps,
+        amsgrad=group["amsgrad"], lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+        eps=group["eps"], maximize=group["maximize"],
+    )  # fmt: skip
+
+    def launch() -> None:
+        add(steps, 1)
+        kernel()
+
+    return launch
