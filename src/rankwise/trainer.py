@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ _EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(
     )
 )
 _PRECISION = PRECISION.or_(instance(Precision, "Precision(name, ...)"))
+_wait_s = attrgetter("wait_s")
 _PREDICTED = Argument(DATA.accepts, "a dataset")
 
 
@@ -215,7 +217,7 @@ class Trainer:
             "actions": lambda: self._in_actions_s,
         }
         if evaluations := self._actions.evaluations:
-            sources["evaluation"] = lambda: sum(each.wait_s for each in evaluations)
+            sources["evaluation"] = lambda: sum(map(_wait_s, evaluations))
         return sources
 
     def _wire(self) -> None:
@@ -233,14 +235,13 @@ class Trainer:
                 attach(self)
         schedule: list[Action] = [Schedule(parts.stepped)] if parts.stepped is not None else []
         hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
-        follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what these have changed in the model
         triggers = self.checkpoints.triggers
         saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
         self.actions: list[Action] = [
-            *schedule, parts.log, *hears, *self._measured(parts.given), *follow, parts.write, check_rates, parts.replicas,
+            *schedule, parts.log, *hears, *([self._run_given] if parts.given else []), parts.write, check_rates, parts.replicas,
             *saves,
         ]  # fmt: skip
-        self._moments = Moments(self.state, self.actions, self.stop, self._meet)
+        self._moments = Moments(self.state, [*parts.given, *saves], self.stop, self._meet)
         self.actions.append(self._moments)
         of_state: dict[str, Stateful] = {
             "settings": self._settings, "train": self.state, "sync": self.sync, "model": self.state.model,
@@ -248,21 +249,15 @@ class Trainer:
         }  # fmt: skip
         self.state.parts = parts.saved(of_state)
 
-    def _measured(self, given: Sequence[Action]) -> list[Action]:
-        """These actions, with one before and one after them, which measure the time without evaluations."""
-        began = 0.0
-
-        def now() -> float:
-            return time.perf_counter() - sum(each.wait_s for each in self._actions.evaluations)
-
-        def begin(_: TrainState) -> None:
-            nonlocal began
-            began = now()
-
-        def end(_: TrainState) -> None:
-            self._in_actions_s += now() - began
-
-        return [begin, *given, end] if given else []
+    def _run_given(self, state: TrainState) -> None:
+        """Run the actions that the user has given, measure their time without that of evaluations, and follow what they have
+        changed in the model."""
+        evaluations = self._actions.evaluations
+        began = time.perf_counter() - sum(map(_wait_s, evaluations))
+        for action in self._actions.given:
+            action(state)
+        self._in_actions_s += time.perf_counter() - sum(map(_wait_s, evaluations)) - began
+        self.sync.follow()
 
     @takes(fresh=FLAG, moved=NOT_OF_FIT)
     def fit(self, fresh: bool = False) -> TrainState:

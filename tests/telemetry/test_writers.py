@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
+import os
+import resource
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,18 +134,56 @@ def test_a_disk_that_is_full_when_tensorboard_writes_costs_the_metrics_and_not_t
 ) -> None:
     pytest.importorskip("tensorboard")
     writer = TensorBoard()
-    assert writer.open(RunDir(tmp_path))
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(writer._events, "add_summary", full)
-    writer.write(1, {"loss": 1.0})
-    writer.write(2, {"loss": 1.0})
-    writer.close()
+    with open("/dev/full", "wb") as full:
+        monkeypatch.setattr("rankwise.telemetry.writers.open", lambda *_: full, raising=False)
+        assert writer.open(RunDir(tmp_path))
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 1.0})
+        writer.close()
     assert capsys.readouterr().out == (
         f"warning: metrics are lost: {tmp_path / 'telemetry'} cannot be written: No space left on device\n"
     )
+
+
+def test_tensorboard_reads_what_was_written_before_and_after_the_disk_was_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoard()
+    assert writer.open(RunDir(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.write(1, {"loss": 1.0})
+    [file] = (tmp_path / "telemetry").iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
+    try:
+        writer.write(2, {"loss": 2.0})  # 5 bytes of it
+        writer.write(3, {"loss": 3.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "telemetry"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert capsys.readouterr().out.count("warning: metrics are lost") == 1
+
+
+def test_the_events_of_a_writer_that_was_killed_are_in_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    child = os.fork()
+    if not child:
+        writer = TensorBoard()
+        writer.open(RunDir(tmp_path))
+        writer.write(1, {"loss": 0.5})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    events = EventAccumulator(str(tmp_path / "telemetry"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5)]
 
 
 def test_metrics_that_cannot_be_opened_are_lost_and_training_continues(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,11 +83,12 @@ class Log:
         if state.step % self.every_steps == 0 or state.epoch_ended or state.last:
             self.reduce(state)
             self._interval = {}
-        if self._is_main:
+        now = time.monotonic()
+        if self._is_main and now >= self._progress.next_s:
             self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
         if state.epoch_ended:
             self._end_epoch(state)
-        elif time.monotonic() - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
+        elif now - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
             self._say_line(state, "")  # without metrics: these are reduced on all ranks together, at a log interval
 
     def reduce(self, state: TrainState) -> None:

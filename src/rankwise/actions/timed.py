@@ -38,10 +38,11 @@ class Moments:
     def begin(self) -> None:
         """Collective. Open the gate, if this is possible."""
         self._stop.open()
+        self._has_gate = self._stop.has_gate
         for action in self._triggers:
-            action.begin(by_gate=self._stop.has_gate and action in self._timed)
+            action.begin(by_gate=self._has_gate and action in self._timed)
         self._seen_s, self._rung = self._state.clock_s, ()
-        if not self._stop.has_gate:
+        if not self._has_gate:
             return
         self._stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
 
@@ -56,7 +57,7 @@ class Moments:
         if self._rung:
             self._stop.again(self._rung)
             self._rung = ()
-        if self._stop.has_gate or state.clock_s == self._seen_s:
+        if self._has_gate or state.clock_s == self._seen_s:
             return
         self._seen_s = state.clock_s
         self._meet()

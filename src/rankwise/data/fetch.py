@@ -90,7 +90,7 @@ class Fetch:
             try:
                 return self._read(request[1], empty)
             except BaseException as error:
-                Noted("in", request[1], self._dataset).note(error)
+                add_place(error, "in", request[1], self._dataset)
                 raise
         epoch, indices = request[0], request[1].tolist()
         samples = self._sampled(epoch, indices)
@@ -114,10 +114,13 @@ class Fetch:
         if self._in_one:
             if key is not None:
                 key(epoch, indices[0])
-            with Noted("in", indices, dataset):
+            try:
                 return dataset.__getitems__(indices)
+            except BaseException as error:
+                add_place(error, "in", indices, dataset)
+                raise
         samples: list[Any] = []
-        with Noted("in", indices, dataset, samples):
+        try:
             if key is not None:
                 for index in indices:
                     key(epoch, index)
@@ -126,13 +129,19 @@ class Fetch:
             samples.extend(map(getitem, repeat(dataset), indices))
             if len(samples) < len(indices):  # the dataset raised StopIteration, and `extend` took it for the end
                 raise StopIteration
+        except BaseException as error:
+            add_place(error, "in", indices[len(samples) :][:1], dataset)
+            raise
         return samples
 
     def _batch(self, epoch: int, indices: Sequence[int], samples: list[Any], key: Key | None = None) -> Any:
         if key is not None:
             key(epoch, indices[0], "collate")
-        with Noted("in the collate function, of", indices, self._dataset):
+        try:
             return self._collate(samples)
+        except BaseException as error:
+            add_place(error, "in the collate function, of", indices, self._dataset)
+            raise
 
 
 class FetchByBatch(Fetch):
@@ -181,27 +190,11 @@ def collate(samples: Any) -> Any:
     return default_collate(samples)
 
 
-class Noted:
-    """An exception that is raised inside gets a note with the samples and the dataset."""
-
-    def __init__(self, where: str, indices: Sequence[int] | Indices, dataset: Any, made: Sequence[Any] | None = None) -> None:
-        """`made`: the results for these samples so far, in order: the note then names only the next sample."""
-        self._where = where
-        self.indices = indices
-        self._dataset = dataset
-        self._made = made
-
-    def __enter__(self) -> Noted:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        if error is not None:
-            self.note(error)
-
-    def note(self, error: BaseException) -> None:
-        at = [int(index) for index in (self.indices if self._made is None else self.indices[len(self._made) :][:1])]
-        text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
-        if isinstance(error, StopIteration):  # it would end a loop without an error
-            raise RuntimeError(f"StopIteration was raised {text}") from error
-        with contextlib.suppress(Exception):  # a frozen exception cannot take a note
-            error.add_note(text)
+def add_place(error: BaseException, where: str, indices: Sequence[int] | Indices, dataset: Any) -> None:
+    """Give the exception a note with the samples and the dataset. Raises RuntimeError instead of a StopIteration, which would
+    end a loop without an error."""
+    text = f"{where} {numbered('sample', [int(index) for index in indices], _SHOWN)} of {type(dataset).__name__}"
+    if isinstance(error, StopIteration):
+        raise RuntimeError(f"StopIteration was raised {text}") from error
+    with contextlib.suppress(Exception):  # a frozen exception cannot take a note
+        error.add_note(text)

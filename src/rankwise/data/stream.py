@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from rankwise.data.fetch import Noted, collate
+from rankwise.data.fetch import add_place, collate
 from rankwise.data.kinds import Empty
 from rankwise.data.order import Indices, share, split
 from rankwise.dist import private_names
@@ -187,18 +187,18 @@ class Stream:
 
     def _pull_of_pass(self, n: int) -> list[Any]:
         pulled: list[Any] = []
-        with private_names.hidden_worker(), Noted("in", (), self._dataset) as place:
+        with private_names.hidden_worker():
             try:
                 pulled.extend(islice(self._iterator, max(n, 0)))
-            except BaseException:
+            except BaseException as error:
                 self._epoch = -1  # a generator that raised cannot continue: another try needs a new one
-                place.indices = (self._pulled + len(pulled),)
+                add_place(error, "in", [self._pulled + len(pulled)], self._dataset)
                 raise
         self._pulled += len(pulled)
         return pulled
 
     def _collated(self, epoch: int, start: int, samples: list[Any]) -> Any:
-        with Noted("in the collate function, of", range(start, start + len(samples)), self._dataset):
+        try:
             if self._own_collate is None:
                 return collate(samples)
             self._beside_collate.save()  # its draws must not change the streams of the pass: other ranks collate other samples
@@ -207,3 +207,6 @@ class Stream:
                 return self._own_collate(samples)
             finally:
                 self._beside_collate.restore()
+        except BaseException as error:
+            add_place(error, "in the collate function, of", range(start, start + len(samples)), self._dataset)
+            raise

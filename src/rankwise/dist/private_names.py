@@ -150,9 +150,9 @@ def _backward(run: Any, is_special: Callable[[object], bool], tensor: torch.Tens
         run((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def watchers_of_step(optimizer: Optimizer) -> Callable[[], tuple[Any, ...]] | None:
-    """A function that returns what sees each step of this optimizer: the hooks before and after it, its own and those of all
-    optimizers, and whether a profiler is on. None if this is not known."""
+def watch_on_steps(optimizer: Optimizer, own_hook: Callable[..., Any]) -> Callable[[], bool] | None:
+    """A function that returns whether something sees the next step of this optimizer: a hook (other than `own_hook`, which must
+    be there), or a profiler. None if this is not known."""
     from torch.autograd import profiler
 
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -163,11 +163,11 @@ def watchers_of_step(optimizer: Optimizer) -> Callable[[], tuple[Any, ...]] | No
         return None
     own, profiled, (before_all, after_all) = attrgetter(*names), attrgetter("_is_profiler_enabled"), of_all
 
-    def watchers() -> tuple[Any, ...]:
+    def is_watched() -> bool:
         before, after = own(optimizer)
-        return [*before.values()], [*after.values()], [*before_all.values()], [*after_all.values()], profiled(profiler)
+        return bool(after or before_all or after_all or profiled(profiler) or [*before.values()] != [own_hook])
 
-    return watchers
+    return is_watched
 
 
 def unwrapped_step(step: Callable[..., Any]) -> Callable[[Optimizer], Any] | None:

@@ -96,6 +96,8 @@ class AllReduce(NeedsAttach):
         self._called = False
         """Whether `backward` was called since the last step."""
         self._watch = GradientWatch()
+        self._is_one_of_several = False
+        """Whether other models have a strategy, too."""
         self._replaced = False
         """Whether another strategy was attached to the same model or optimizer later."""
         self._waited_s = 0.0
@@ -147,6 +149,8 @@ class AllReduce(NeedsAttach):
             if other._trained.model is model or other._optimizer is optimizer:
                 other._end_for_another()
         _attached.add(self)
+        for each in _attached:
+            each._is_one_of_several = len(_attached) > 1
         self._reduction = self._new_reduction()
         with contextlib.suppress(AttributeError):  # an optimizer that wraps another may have no hooks
             self._on_step = optimizer.register_step_pre_hook(self._before_step)
@@ -249,7 +253,7 @@ class AllReduce(NeedsAttach):
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
-        if self._watch.is_on or len(_attached) > 1:  # of several models, one may pass through another at any time
+        if self._watch.is_on or self._is_one_of_several:  # of several models, one may pass through another at any time
             self._watch.before_pass(self._reduction, is_first=not self._called)
         if self._reduction.begun:
             raise StepError("backward() was called after the micro-batch with last=True; give last=True to the last one only")

@@ -42,6 +42,7 @@ class FlatReduction:
         tail = len(self.parameters) + RidingTail.LENGTH if together else 0
         exact = not together or (torch.finfo(order[0][0][0]).bits >= 32 and not apart)
         self._buffers = [_Buffer(group, tail if exact and i == 0 else 0) for i, (_, group) in enumerate(order)]
+        self._gradients = [buffer.gradient for buffer in self._buffers]
         first = self._buffers[0].flat
         # A separate message if no gradient is exact enough to carry a count (a bf16 or fp16 model).
         self._apart = None if exact else torch.zeros(tail, dtype=torch.float32, device=first.device)
@@ -108,7 +109,7 @@ class FlatReduction:
             dist.all_reduce(buffer.flat, group=comm.group_for(buffer.flat.device))
 
     def gradients(self) -> list[torch.Tensor]:
-        return [buffer.gradient for buffer in self._buffers]
+        return self._gradients
 
     def applied(self, unused: Sequence[int]) -> None:
         """Nothing to do."""
@@ -184,15 +185,13 @@ class _Buffer:
         """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too. If they are the
         same, this waits for no device."""
         if self._holds_all() and not self._has_moved():
-            return self._may_have_changed() and bool(self.gradient.any())
+            has_same_versions = self._version_of is not None and self._versions_now() == self._versions
+            return not has_same_versions and bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def drop(self) -> None:
-        if self._may_have_changed() or not self._holds_all():
+        if self._version_of is None or self._versions_now() != self._versions or not self._holds_all():
             self.clear()
-
-    def _may_have_changed(self) -> bool:
-        return self._version_of is None or self._versions_now() != self._versions
 
     def clear(self) -> None:
         self.flat.zero_()

@@ -92,8 +92,9 @@ class Meters:
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
         rows = [list(row) if rank == comm.rank() else [0.0] * len(row) for rank in range(comm.world_size())]
-        message = torch.tensor([*flat, *itertools.chain(*rows)], dtype=torch.float64, device="cpu")
-        packed = comm.all_reduce(message).tolist()
+        packed = [*flat, *itertools.chain(*rows)]
+        if not comm.is_alone():
+            packed = comm.all_reduce(torch.tensor(packed, dtype=torch.float64, device="cpu")).tolist()
         self.clear()
         totals = {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}
         begin = len(flat)
@@ -111,7 +112,11 @@ def _fold(values: list[Number]) -> None:
 
 
 def _sums(values: list[Number]) -> list[Number]:
-    """The sum of the numbers, and that of the tensors, which stays on their device."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    plain: Number = sum(v for v in values if not isinstance(v, torch.Tensor))
-    return [plain, torch.stack(tensors).double().sum()] if tensors else [plain]
+    """The sum of what is here, and that of tensors on another device, which stays there."""
+    here, there = 0.0, []
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            there.append(value)
+        else:
+            here += float(value)
+    return [here, torch.stack(there).double().sum()] if there else [here]

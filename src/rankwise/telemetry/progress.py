@@ -47,7 +47,8 @@ class Progress:
         self._total = total
         self._initial = initial
         self._began = time.monotonic()
-        self._next = self._began
+        self.next_s = self._began
+        """When `show` will show something again, by `time.monotonic`."""
         self._pace_since = self._began, initial
         self._told: dict[str, _Printed] = {}
 
@@ -76,11 +77,11 @@ class Progress:
         return ", ".join([*parts, stamp(time.time())])
 
     def show(self, done: int, label: str, text: str) -> None:
-        """Show the progress, at most ten times per second. Between two times this only reads the clock."""
+        """Show the progress, at most ten times per second."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self.next_s:
             return
-        self._next = now + _INTERVAL_S
+        self.next_s = now + _INTERVAL_S
         progress = {
             "done": done,
             "total": self._total,

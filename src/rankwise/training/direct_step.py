@@ -38,8 +38,7 @@ class DirectStep:
 
     def __init__(self, optimizer: Optimizer, own_hook: Callable[..., Any]) -> None:
         self._optimizer, self._own_hook = optimizer, own_hook
-        self._watchers = private_names.watchers_of_step(optimizer)
-        self._only_ours: tuple[Any, ...] = ([own_hook], [], [], [], False)
+        self._is_watched = private_names.watch_on_steps(optimizer, own_hook) or (lambda: True)
         self._steps: tuple[Any, ...] = ()
         self._inner: Callable[[Optimizer], Any] | None = None
         self._launch_of = _launch_of(type(optimizer))
@@ -52,7 +51,7 @@ class DirectStep:
         steps = getattr(type(optimizer), "step", None), getattr(optimizer, "__dict__", {}).get("step")
         if steps != self._steps:  # the first step, which a new scheduler must see too
             self._steps, self._inner = steps, self._find_inner(*steps)
-        elif self._inner is not None and self._watchers is not None and self._watchers() == self._only_ours:
+        elif self._inner is not None and not self._is_watched():
             before = torch.is_grad_enabled()
             torch.set_grad_enabled(False)
             try:
