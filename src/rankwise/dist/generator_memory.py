@@ -14,7 +14,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,6 +26,7 @@ _WORDS = 624 * 4  # bytes
 _SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator that is used only for the search
 _SEARCHED = 256  # the number of bytes of the object in which the seed is searched
 _HEAD, _NORMALS = 20, 28  # bytes before and after the words
+_OF_TORCH = struct.Struct(f"={_HEAD + 16}s{_WORDS - 16}x{_NORMALS}s")  # without all but 4 words, which change together
 
 PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed knows no such attribute of a function
 """The generator behind the functions of `random`. Its `gauss_next` is the second gaussian, or None."""
@@ -35,8 +36,17 @@ class GeneratorMemory(NamedTuple):
     whole: memoryview
     """The words and the position."""
 
-    place: Callable[[], bytes]
-    """Returns bytes; each draw changes at least one of them. Implemented in C, because every step calls it."""
+    place: Callable[[], object]
+    """Returns a few bytes; each draw changes at least one of them. Implemented in C, because every step calls it."""
+
+
+def places() -> tuple[object, ...] | None:
+    """What a draw from any of the three changes, except one that uses a gaussian which numpy has cached. None if the memory of
+    one is unknown."""
+    python, numpy, torch = of_python(), of_numpy(), of_torch()
+    if python is None or numpy is None or torch is None:
+        return None
+    return python.place(), PYTHON.gauss_next, numpy.place(), torch.place()
 
 
 @cache
@@ -83,7 +93,7 @@ def of_torch() -> GeneratorMemory | None:
 
 def _torch_memory(address: int) -> GeneratorMemory:
     whole = _memory(address, _HEAD + _WORDS + _NORMALS)
-    return GeneratorMemory(whole, whole.tobytes)
+    return GeneratorMemory(whole, partial(_OF_TORCH.unpack_from, whole))
 
 
 def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:

@@ -106,6 +106,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(state[name].cpu())
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class SavedStreams:
     """Saves and restores the streams of this process's CPU generators, around code that may draw from them.
 
@@ -114,12 +117,24 @@ class SavedStreams:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
+        self._numpy = _Numpy()
+        self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": self._numpy, "torch": _Torch()}
+        self._places: tuple[object, ...] | None = None
+        """Of the state that is saved. None if more must be compared to know whether something was drawn since."""
 
     def save(self) -> None:
         """Save the streams."""
+        if self._are_as_saved():
+            return
         for stream in self._streams.values():
             stream.save()
+        self._note_places()
+
+    def _are_as_saved(self) -> bool:
+        return self._places is not None and generator_memory.places() == self._places
+
+    def _note_places(self) -> None:
+        self._places = generator_memory.places() if not self._numpy.has_gaussian else None
 
     def moved(self) -> frozenset[str]:
         """The streams that were used or seeded since `save`."""
@@ -127,12 +142,13 @@ class SavedStreams:
 
     def restore(self) -> frozenset[str]:
         """Restore the streams that were used since `save`, and return their names."""
-        moved = []
-        for name, stream in self._streams.items():
-            if stream.moved():
-                stream.restore()
-                moved.append(name)
-        return frozenset(moved)
+        if self._are_as_saved():
+            return _NONE
+        moved = self.moved()
+        for name in moved:
+            self._streams[name].restore()
+        self._note_places()
+        return moved
 
 
 class _HowToSeed(NamedTuple):
@@ -191,7 +207,7 @@ class OwnGenerators:
 
 class _Python:
     def __init__(self) -> None:
-        self._place = b""
+        self._place: object = b""
         self._words = b""
         self._gaussian: float | None = None
         self._state: Any = None
@@ -218,16 +234,17 @@ class _Python:
 
 class _Numpy:
     def __init__(self) -> None:
-        self._place = b""
+        self._place: object = b""
         self._words = b""
         self._state: Any = None
-        self._gaussian = True  # True if a second gaussian is cached, or if this is not known
+        self.has_gaussian = True
+        """Whether a second gaussian is cached, or this is not known."""
 
     def save(self) -> None:
         memory = generator_memory.of_numpy()
-        if self._gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last save
+        if self.has_gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last save
             self._state = np.random.get_state(legacy=True)
-            self._gaussian = bool(self._state[3])
+            self.has_gaussian = bool(self._state[3])
             if memory is not None:
                 self._place, self._words = memory.place(), bytes(memory.whole)
 
@@ -235,13 +252,13 @@ class _Numpy:
         memory = generator_memory.of_numpy()
         if memory is not None and memory.place() != self._place:
             return True
-        if memory is not None and not self._gaussian:
+        if memory is not None and not self.has_gaussian:
             return False
         _, words, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         return rest != list(self._state[2:]) or not np.array_equal(words, self._state[1])
 
     def restore(self) -> None:
-        if self._gaussian or (memory := generator_memory.of_numpy()) is None:
+        if self.has_gaussian or (memory := generator_memory.of_numpy()) is None:
             np.random.set_state(self._state)
         else:
             np.random.seed(0)  # discards a gaussian that was cached since
@@ -250,7 +267,7 @@ class _Numpy:
 
 class _Torch:
     def __init__(self) -> None:
-        self._place = b""
+        self._place: object = b""
         self._state = torch.empty(0, device="cpu")
 
     def save(self) -> None:
