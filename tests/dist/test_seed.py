@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from collections.abc import Callable
@@ -156,6 +157,23 @@ def test_whatever_draws_moves_the_streams(draw_one: Callable[[], object], gaussi
     assert torch.equal(seed.rng_state()["torch"], expected["torch"])
 
 
+@pytest.mark.parametrize("gaussians", [0, 1])
+def test_what_is_drawn_inside_a_context_moves_no_stream_even_if_it_fails(gaussians: int) -> None:
+    seed.seed_everything(3)
+    for _ in range(gaussians):
+        random.gauss(0, 1), np.random.standard_normal(), torch.randn(())
+    state = seed.rng_state()
+    expected = draw()
+    seed.set_rng_state(state)
+    for number in range(2):
+        with contextlib.suppress(ValueError), seed.streams_kept():
+            draw(700)
+            seed.seed_everything(9)
+            if number:
+                raise ValueError
+    assert draw() == expected
+
+
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_the_stream_of_an_accelerator_is_taken_and_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device, put = getattr(torch, kind), []
@@ -166,4 +184,6 @@ def test_the_stream_of_an_accelerator_is_taken_and_put_back(kind: str, monkeypat
     state = seed.rng_state()
     assert state[kind].tolist() == [0, 1, 2]
     seed.set_rng_state(state)
-    assert [given.tolist() for given in put] == [[0, 1, 2]]
+    with seed.streams_kept():
+        monkeypatch.setattr(device, "get_rng_state", lambda: torch.zeros(3, dtype=torch.uint8))
+    assert [given.tolist() for given in put] == [[0, 1, 2], [0, 1, 2]]

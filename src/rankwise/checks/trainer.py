@@ -68,12 +68,8 @@ def selftest(trainer: Trainer) -> bool:
 
 def findings_of(trainer: Trainer) -> list[Finding]:
     """Collective. The findings of `selftest`, the same on all ranks. Takes a few steps with copies of model and optimizer."""
-    streams = seed.rng_state()
-    try:
-        with _not_compiled():
-            return _found(trainer)
-    finally:
-        seed.set_rng_state(streams)
+    with seed.streams_kept(), _not_compiled():
+        return _found(trainer)
 
 
 def _not_compiled() -> contextlib.AbstractContextManager[Any]:

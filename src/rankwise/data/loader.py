@@ -25,7 +25,7 @@ from rankwise.data.arguments import BATCHES, MOVED, STATE
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split, warn_of_end
-from rankwise.data.order import SHUFFLE, Blocks, in_blocks_of, order_of, share
+from rankwise.data.order import SHUFFLE, Blocks, Indices, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.prefetch import Kept, Workers, fetched
 from rankwise.data.stream import Request, Step, Stream
@@ -222,6 +222,7 @@ class Loader:
 
     def once(self) -> Loader:
         """The same Loader from the start, for one epoch."""
+        _ = self._device  # to look for a GPU in each pass would take longer than a batch
         other = copy.copy(self)
         other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
         other.max_epochs = 1
@@ -302,6 +303,11 @@ class Loader:
     def indices(self) -> list[list[int]]:
         """The samples of the last micro-batches: indices of the dataset, or positions in a stream."""
         return [some.tolist() if isinstance(some, np.ndarray) else list(some) for some in self._indices]
+
+    @property
+    def index_arrays(self) -> list[Indices]:
+        """The same, as int64 arrays."""
+        return [np.asarray(some, dtype=np.int64) for some in self._indices]
 
     @property
     def finished(self) -> bool:

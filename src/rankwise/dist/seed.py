@@ -151,6 +151,20 @@ class SavedStreams:
         return moved
 
 
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Afterwards all random streams are as before, also that of a GPU."""
+    saved = SavedStreams()
+    saved.save()
+    of_devices = [(device, device.get_rng_state()) for _, device in _accelerators() if device.is_initialized()]
+    try:
+        yield
+    finally:
+        saved.restore()
+        for device, state in of_devices:
+            device.set_rng_state(state)
+
+
 class _HowToSeed(NamedTuple):
     """How the state of a kind of generator is read and restored, and how it is seeded."""
 

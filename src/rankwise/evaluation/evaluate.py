@@ -208,7 +208,8 @@ def _no_figures(what: str) -> StepError:
 
 
 def _kept(value: Any, name: str) -> float | torch.Tensor:
-    """A copy in float64, because the function may overwrite its tensor in the next batch. Does not wait for a device."""
+    """A number, or a copy in float64 on the tensor's device, because the function may overwrite its tensor in the next batch.
+    Does not wait for a device."""
     if type(value) is int or type(value) is float:
         return value
     if not isinstance(value, torch.Tensor):
@@ -221,7 +222,7 @@ def _kept(value: Any, name: str) -> float | torch.Tensor:
     if value.numel() != 1 or value.is_complex():
         what = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
         raise _no_figures(f"{what} for {name!r}")
-    return value.detach().to(torch.float64, copy=True).reshape(())
+    return value.item() if value.is_cpu else value.detach().to(torch.float64, copy=True).reshape(())
 
 
 def _as_one(pairs: Sequence[Pair]) -> Pair:

@@ -24,9 +24,10 @@ from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 
 _LOADER = instance(Loader, "a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)")
+_ARRAYS = (torch.Tensor, np.ndarray)
 _ROUND = 32  # steps whose predictions are sent together
 
-Part = tuple[list[int], Any]
+Part = tuple[Indices, Any]
 """Indices of samples, and their rows."""
 
 
@@ -75,7 +76,7 @@ def predict(
     precision = precision or Precision()
     with evaluating(model), torch.no_grad(), precision.autocast():
         for number, micro_batches in enumerate(loader, start=1):
-            for batch, indices in zip(micro_batches, loader.indices, strict=True):
+            for batch, indices in zip(micro_batches, loader.index_arrays, strict=True):
                 mine.append((indices, _rows(predict_fn(model, batch), len(indices))))
             if number % _ROUND == 0:
                 pass_on()
@@ -96,16 +97,17 @@ def _whole(parts: Sequence[Part]) -> Any:
 
 def _rows(value: Any, n: int, where: str = "") -> Any:
     """The rows in host memory. Raises StepError unless there are `n` rows."""
-    if isinstance(value, Mapping):
-        return {key: _rows(one, n, f"{where}[{key!r}]") for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_rows(one, n, f"{where}[{k}]") for k, one in enumerate(value))
-    if isinstance(value, list):
-        found: Any = len(value)
-        value = [_copied(one) for one in value]
-    elif isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0:
-        found = len(value)
+    found: Any
+    if isinstance(value, _ARRAYS) and value.ndim > 0:
+        found = value.shape[0]
         value = _copied(value)
+    elif isinstance(value, Mapping):
+        return {key: _rows(one, n, f"{where}[{key!r}]") for key, one in value.items()}
+    elif isinstance(value, tuple):
+        return tuple(_rows(one, n, f"{where}[{k}]") for k, one in enumerate(value))
+    elif isinstance(value, list):
+        found = len(value)
+        value = [_copied(one) for one in value]
     else:
         found = f"a {type(value).__name__} without rows"
     if found != n:
@@ -119,6 +121,8 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
 
 def _copied(value: Any) -> Any:
     """In host memory of its own: the function may overwrite its array, or return a small view of a large one."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping):
@@ -127,12 +131,12 @@ def _copied(value: Any) -> Any:
         return type(value)(*map(_copied, value))
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) if torch.is_tensor(value) else value
+    return value
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
     """The indices in order, and their rows in the same order."""
-    indices = np.concatenate([np.array(some, dtype=np.int64) for some, _ in parts])
+    indices = np.concatenate([some for some, _ in parts])
     rows = [some for _, some in parts]
     if bool((indices[1:] >= indices[:-1]).all()):  # usual on one rank
         return indices, _put_together(rows, None)
@@ -143,7 +147,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
 def _put_together(parts: Sequence[Any], order: Indices | None, where: str = "") -> Any:
     """The rows of several batches together, in `order`; None: as they are."""
     first = parts[0]
-    if any(type(part) is not type(first) or _shape(part) != _shape(first) for part in parts):
+    if len({(type(part), _shape(part)) for part in parts}) > 1:
         kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
         raise StepError(
             f"predict_fn returned different shapes or types for different batches{where and f', in {where}'}: "
@@ -166,8 +170,8 @@ def _put_together(parts: Sequence[Any], order: Indices | None, where: str = "") 
 
 def _shape(part: Any) -> Any:
     """What must be equal in all batches."""
+    if isinstance(part, _ARRAYS):
+        return tuple(part.shape[1:])
     if isinstance(part, dict):
-        return sorted(map(repr, part))
-    if isinstance(part, tuple):
-        return len(part)
-    return tuple(part.shape[1:]) if isinstance(part, torch.Tensor | np.ndarray) else ()
+        return tuple(sorted(map(repr, part)))
+    return len(part) if isinstance(part, tuple) else ()

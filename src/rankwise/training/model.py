@@ -166,10 +166,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
     """Restore the mode of each module and the random streams afterwards."""
-    modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        seed.set_rng_state(streams)
+    modes = [(module, module.training) for module in model.modules()]
+    with seed.streams_kept():
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
