@@ -9,6 +9,7 @@ import, a rank remembers a request to stop until it can act on it (early.py).
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,12 @@ _MOVED_TO = {name: module for module, names in _MOVED.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 
 early.listen()
+
+
+if "torch" in sys.modules:  # otherwise dist/comm.py does this: before the script creates an optimizer, if possible
+    from rankwise.dist.private_names import postpone_compiler
+
+    postpone_compiler()
 
 
 def __getattr__(name: str) -> Any:

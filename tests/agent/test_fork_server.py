@@ -31,10 +31,15 @@ if True:
     ("more", "expected"),
     [
         ("", False),
-        ("torch.optim.SGD", True),
+        ("torch.optim.SGD", False),
+        ("torch.optim.SGD\noptimizer.step()", True),
+        ("torch.optim.SGD\nscaler.step(optimizer)", True),
+        ("import sklearn, tqdm, h5py\ntorch.optim.SGD", False),
+        ("import torchvision", True),
         ("torch.compile(model)", True),
         ("nn.parallel.DistributedDataParallel(model)", True),
-        ("rankwise.Trainer", True),
+        ("rankwise.Trainer", False),
+        ("rankwise.Trainer\ntorch.compile", True),
         ("import mine", True),
         ("import os, mine", True),
         ("import torch, mine.steps as m", True),
@@ -51,10 +56,20 @@ if True:
         ("os.environ['MY_VARIABLE'] = '1'\nimport mine", True),
     ],
 )
-def test_the_compiler_is_imported_for_a_script_that_may_make_an_optimizer(more: str, expected: bool, tmp_path: Path) -> None:
+def test_the_compiler_is_imported_for_a_script_that_may_need_it(more: str, expected: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"{PLAIN}{more}\n")
     assert fork_server._may_compile([str(script), "--lr", "0.1"]) is expected
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"), [("import torch", False), ("import torch\ntorch.optim.SGD", True), ("Trainer", True)]
+)
+def test_the_compiler_is_imported_for_optimizers_that_rankwise_does_not_step(
+    script: str, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    assert fork_server._may_compile([str(tmp_path / "script.py")]) is expected
 
 
 COMPILES = """

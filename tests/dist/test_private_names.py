@@ -6,6 +6,8 @@ import ast
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,8 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 OF_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-NOT_HERE = (*OF_THE_SELF_TEST, *OF_HOOKS, "_args_from_interpreter_flags", "_cdata", "_fused_sgd_")
+OF_START = ("_args_from_interpreter_flags", "_disable_dynamo", "__dynamo_disable", "_opt_called")
+NOT_HERE = (*OF_THE_SELF_TEST, *OF_HOOKS, *OF_START, "_cdata", "_fused_sgd_")
 OF_BUFFERS = ("_BatchNorm", "_non_persistent_buffers_set")
 NOT_ALONE = (*NOT_HERE, *OF_BUFFERS, "_push_all_rebuilt_params", "_rebuild_buckets", "_foreach_norm", "_foreach_mul_")
 """Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, its buffers
@@ -224,8 +227,57 @@ def test_a_backward_pass_of_what_is_no_loss_fails_as_in_torch(wrong: Callable[[t
         assert weight.grad is None
 
 
+WITHOUT_COMPILER = """
+import sys, torch, rankwise
+from rankwise import actions, Trainer, Evaluate
+
+def step(model, batch):
+    return model(batch[0]).square().sum(), len(batch[0])
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.{optimizer}
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+trainer = Trainer(model, optimizer, step, data, batch_size=2, max_epochs=2, scheduler=scheduler, clip_norm=1.0,
+                  evaluate=Evaluate(data), actions=[actions.EMA(model, 0.9)], run_dir=sys.argv[1])
+trainer.fit()
+print("compiler", "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW(model.parameters())", "SGD(model.parameters(), 0.1, momentum=0.9)", "RMSprop(model.parameters())"]
+)
+def test_a_training_does_not_import_the_compiler(optimizer: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_COMPILER.replace("{optimizer}", optimizer))
+    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["compiler False"], done.stdout + done.stderr
+    assert "lr_scheduler.step()" not in done.stderr
+
+
+WITH_COMPILER = """
+import sys, torch
+from rankwise.dist import comm
+from torch._compile import _disable_dynamo
+
+optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+method = torch.optim.Optimizer.zero_grad.__wrapped__
+print("torch._dynamo" in sys.modules, vars(method)["__dynamo_disable"] is method)
+import torch._dynamo
+print("__dynamo_disable" in vars(method), "AtCompiler" in str(sys.meta_path))
+optimizer.zero_grad()
+print(vars(method)["__dynamo_disable"] is method)
+"""
+
+
+def test_a_compiler_that_is_imported_later_excludes_what_it_always_excludes() -> None:
+    done = subprocess.run([sys.executable, "-c", WITH_COMPILER], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["False True", "False False", "False"], done.stdout + done.stderr
+
+
 def test_every_name_that_is_looked_up_is_in_the_list() -> None:
     tree = ast.parse(Path(private_names.__file__).read_text())
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    found = {text for text in texts if re.fullmatch(r"_[A-Za-z]\w+", text)}
+    found = {text for text in texts if re.fullmatch(r"__?[A-Za-z]\w+[A-Za-z]_?", text)}
     assert found == set(private_names.NAMES)

@@ -104,7 +104,7 @@ FUSED = [
 
 @pytest.mark.parametrize("make", FUSED)
 def test_a_fused_optimizer_is_its_kernel_from_the_second_step_on(make: Make) -> None:
-    assert_same_steps(make, ["step", "kernel", "kernel", "kernel"])
+    assert_same_steps(make, ["inner", "kernel", "kernel", "kernel"])
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
@@ -115,7 +115,7 @@ def test_groups_have_kernels_of_their_own(kind: Any, dtype: torch.dtype) -> None
         groups = [{"params": first, "weight_decay": 0.1}, {"params": others[:1], "lr": 0.3}, {"params": others[1:]}]
         return kind(groups, 0.1, fused=True)  # type: ignore[no-any-return]
 
-    assert_same_steps(make, ["step", "kernel", "kernel"], (dtype, dtype), without_in_2=0)
+    assert_same_steps(make, ["inner", "kernel", "kernel"], (dtype, dtype), without_in_2=0)
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def test_groups_have_kernels_of_their_own(kind: Any, dtype: torch.dtype) -> None
     ],
 )
 def test_any_other_optimizer_of_torch_runs_its_own_code_without_what_is_around_it(make: Make) -> None:
-    assert_same_steps(make, ["step", "inner", "inner"])
+    assert_same_steps(make, ["inner", "inner", "inner"])
 
 
 def test_parameters_of_two_dtypes_in_a_group_are_left_to_torch() -> None:
-    assert_same_steps(FUSED[8], ["step", "inner", "inner"], (torch.float32, torch.float64))
+    assert_same_steps(FUSED[8], ["inner", "inner", "inner"], (torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("make", FUSED)
 def test_a_parameter_without_a_gradient_stays_as_it_is(make: Make) -> None:
-    assert_same_steps(make, ["step", "kernel", "kernel"], without_in_1=1, without_in_2=0)
+    assert_same_steps(make, ["inner", "kernel", "kernel"], without_in_1=1, without_in_2=0)
 
 
 @pytest.mark.parametrize("make", [FUSED[0], FUSED[5], FUSED[8]])
 def test_the_first_gradient_of_a_parameter_may_come_later(make: Make) -> None:
     later = "kernel" if make is FUSED[0] else "inner"
-    assert_same_steps(make, ["step", later, "kernel"], without_in_0=2)
+    assert_same_steps(make, ["inner", later, "kernel"], without_in_0=2)
 
 
 @pytest.mark.parametrize("make", [FUSED[3], FUSED[6]])
@@ -164,7 +164,7 @@ def test_a_state_that_is_loaded_or_cleared_is_used(make: Make) -> None:
             if number == 5:
                 optimizer.state.clear()
         assert kept(direct.optimizer) == kept(plain)
-    assert direct.how == ["step", *["kernel"] * 5, "inner", "kernel"]
+    assert direct.how == ["inner", *["kernel"] * 5, "inner", "kernel"]
 
 
 # --- what torch's own step is needed for
@@ -187,7 +187,7 @@ def test_hooks_of_the_optimizer_and_of_all_optimizers_are_called_while_they_are_
         handle.remove()
         direct()
     assert heard == list(ways)
-    assert direct.how == ["step", *["kernel", "step", "kernel"] * 4]
+    assert direct.how == ["inner", *["kernel", "step", "kernel"] * 4]
 
 
 def test_a_profiler_sees_the_step_by_its_name() -> None:
@@ -198,7 +198,7 @@ def test_a_profiler_sees_the_step_by_its_name() -> None:
         direct()
     direct()
     assert "Optimizer.step#AdamW.step" in [event.key for event in profiled.key_averages()]
-    assert direct.how == ["step", "step", "kernel"]
+    assert direct.how == ["inner", "step", "kernel"]
 
 
 def test_a_scheduler_that_is_created_between_two_steps_does_not_warn() -> None:
@@ -213,8 +213,21 @@ def test_a_scheduler_that_is_created_between_two_steps_does_not_warn() -> None:
             for _ in range(3):
                 direct()
                 scheduler.step()
-    assert direct.how[:5] == ["step", "kernel", "step", "kernel", "kernel"]
+    assert direct.how[:5] == ["inner", "kernel", "inner", "kernel", "kernel"]
     assert "step" not in direct.how[5:]  # the second scheduler uses the step of the first
+
+
+def test_a_scheduler_that_notes_steps_in_another_way_sees_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_names, "note_step", lambda *_: False)
+    direct = Direct(FUSED[0])
+    give_gradients(direct.optimizer, 0)
+    scheduler = StepLR(direct.optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            direct()
+            scheduler.step()
+    assert direct.how == ["step"] * 3
 
 
 def test_a_step_that_the_script_has_replaced_is_called() -> None:
@@ -232,7 +245,7 @@ def test_a_step_that_the_script_has_replaced_is_called() -> None:
     direct.optimizer.step = replaced  # type: ignore[method-assign]
     for _ in range(3):
         direct()
-    assert (heard, direct.how) == (["replaced"] * 3, ["step", "kernel", "step", "step", "step"])
+    assert (heard, direct.how) == (["replaced"] * 3, ["inner", "kernel", "step", "step", "step"])
 
 
 def test_a_step_that_a_scheduler_has_wrapped_around_a_replaced_one_is_called() -> None:
@@ -308,7 +321,7 @@ def test_a_class_of_a_script_that_leaves_the_step_to_torch_runs_torchs_code() ->
     class Named(AdamW):
         pass
 
-    assert_same_steps(lambda given: Named(given, 0.1, fused=True), ["step", "inner", "inner"])
+    assert_same_steps(lambda given: Named(given, 0.1, fused=True), ["inner", "inner", "inner"])
 
 
 class Wrapping:
@@ -367,6 +380,6 @@ def test_a_torch_without_one_of_the_private_names_takes_the_longer_way(name: str
 
     vars(private_names)["getattr"] = find
     try:
-        assert_same_steps(FUSED[8], ["step", how, how])
+        assert_same_steps(FUSED[8], [how, how, how])
     finally:
         del vars(private_names)["getattr"]

@@ -144,11 +144,14 @@ def _serve(channel, agent):
 
 
 _COMPILER_VARIABLE = re.compile(rb"TORCH(INDUCTOR|DYNAMO|_COMPILE|_DYNAMO)_")
+_STEP = re.compile(rb"\b(opt\w*|scaler)\.step\b")
+_WITHOUT_COMPILER = ("rankwise", "torch", "numpy", "scipy", "sklearn", "pandas", "h5py", "PIL", "matplotlib", "tqdm", "yaml")
 _ENVIRONMENT_WRITE = re.compile(rb"environb?\s*(\[[^\]]*\]\s*=(?!=)|\|=|\.(update|setdefault|pop)\b)|\bputenv\b")
 
 
 def _may_compile(command):
-    """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers, DDP and torch.compile do.
+    """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers, DDP and torch.compile do,
+    but not optimizers that only rankwise steps.
 
     A guess from the script's text. If it is wrong, each rank imports the compiler by itself, or this process imports it for
     nothing.
@@ -159,12 +162,14 @@ def _may_compile(command):
         source = file.read()
     if _COMPILER_VARIABLE.search(source) and _ENVIRONMENT_WRITE.search(source):
         return False  # the compiler reads its variables when it is imported
-    if re.search(rb"optim|compile|Distributed|Trainer", source):
+    if re.search(rb"compile|Distributed", source):
         return True
     imports = re.findall(rb"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., ]+))", source, re.MULTILINE)
     words = {word.split()[0] for package, several in imports for word in (package or several).split(b",") if word.strip()}
     modules = {word.split(b".")[0].decode() for word in words}
-    return not modules <= {*sys.stdlib_module_names, "torch", "numpy", "rankwise"}
+    if ("rankwise" not in modules or _STEP.search(source)) and re.search(rb"optim|Trainer", source):
+        return True
+    return not modules <= {*sys.stdlib_module_names, *_WITHOUT_COMPILER}
 
 
 def _fork_ranks(channel, specs):

@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from rankwise import errors, schedulers
-from rankwise.dist import accelerator, rendezvous
+from rankwise.dist import accelerator, private_names, rendezvous
 from rankwise.dist import store as stores
 from rankwise.dist import world as world_
 from rankwise.dist.world import Given, World
 from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import network
 from rankwise.host.arguments import ANYTHING, FROM_ONE, FROM_ZERO, SECONDS, TEXT, instance, one_of, takes
+
+private_names.postpone_compiler()  # if `import rankwise` came before torch: scripts create optimizers before they call rankwise
 
 T = TypeVar("T")
 

@@ -35,6 +35,9 @@ NAMES = {
     "_global_optimizer_post_hooks": "the optimizer's step takes longer",
     "_is_profiler_enabled": "the optimizer's step takes longer",
     "_use_grad_for_differentiable": "the optimizer's step takes longer",
+    "_opt_called": "",
+    "_disable_dynamo": "",
+    "__dynamo_disable": "",
     "_fused_sgd_": "the optimizer's step takes longer",
     "_fused_adam_": "the optimizer's step takes longer",
     "_fused_adamw_": "the optimizer's step takes longer",
@@ -182,6 +185,46 @@ def unwrapped_step(step: Callable[..., Any]) -> Callable[[Optimizer], Any] | Non
             return None
         step = vars(step)["__wrapped__"]
     return step
+
+
+def note_step(optimizer: Any, step: Any) -> bool:
+    """Note for the schedulers of this optimizer that it steps, as the `step` does that they have given it. Otherwise they would
+    warn. False if `step` does this in another way."""
+    if "_opt_called" not in step.__code__.co_names:
+        return False
+    optimizer._opt_called = True
+    return True
+
+
+def postpone_compiler() -> None:
+    """Optimizers without torch's compiler, unless something imports it: torch itself imports it for the first one, to exclude
+    some of its methods from what is compiled, which takes as long as the import of torch."""
+    import torch
+
+    if "torch._dynamo" in sys.modules or any(isinstance(finder, _AtCompiler) for finder in sys.meta_path):
+        return
+    exclude = _find(torch, "_disable_dynamo")
+    if exclude is None:
+        return
+    excluded = exclude(postpone_compiler).__code__
+    methods = [method for method in vars(_optimizer_class()).values() if getattr(method, "__code__", None) is excluded]
+    inner = [method.__wrapped__ for method in methods]
+    for function in inner:
+        setattr(function, "__dynamo_disable", function)
+    sys.meta_path.insert(0, _AtCompiler(inner))
+
+
+class _AtCompiler:
+    """A finder of modules: as soon as the compiler is imported, torch may exclude these methods itself."""
+
+    def __init__(self, methods: list[Any]) -> None:
+        self._methods = methods
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            for method in self._methods:
+                delattr(method, "__dynamo_disable")
 
 
 def _optimizer_class() -> Any:

@@ -32,8 +32,8 @@ class DirectStep:
     """Does what `optimizer.step()` does, bit for bit. Of torch's optimizers it calls what is inside of the functions that torch
     wraps around each step; of the fused SGD, Adam and AdamW it calls only the kernel.
 
-    It calls `optimizer.step()` where more must happen: in the first step, with a hook that is not `own_hook`, in a profiler, if
-    the script has replaced the step, and for an optimizer that is not torch's.
+    It calls `optimizer.step()` where more must happen: with a hook that is not `own_hook`, in a profiler, if the script has
+    replaced the step, and for an optimizer that is not torch's.
     """
 
     def __init__(self, optimizer: Optimizer, own_hook: Callable[..., Any]) -> None:
@@ -49,33 +49,31 @@ class DirectStep:
     def __call__(self) -> None:
         optimizer = self._optimizer
         steps = getattr(type(optimizer), "step", None), getattr(optimizer, "__dict__", {}).get("step")
-        if steps != self._steps:  # the first step, which a new scheduler must see too
+        is_first = steps != self._steps
+        if is_first:
             self._steps, self._inner = steps, self._find_inner(*steps)
-        elif self._inner is not None and not self._is_watched():
-            before = torch.is_grad_enabled()
-            torch.set_grad_enabled(False)
-            try:
-                self._apply(self._inner)
-            finally:
-                torch.set_grad_enabled(before)
+        if self._inner is None or self._is_watched():
+            optimizer.step()
             return
-        optimizer.step()
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            launches = self._launches(self._launch_of) if self._launch_of is not None and not is_first else None
+            if launches is None:
+                self._inner(optimizer)
+            for launch in launches or ():
+                launch()
+        finally:
+            torch.set_grad_enabled(before)
 
     def _find_inner(self, of_kind: Any, own: Any) -> Callable[[Optimizer], Any] | None:
         """The step without what torch has wrapped around it. None if something else may be around it."""
-        # A scheduler gives its optimizer a `step` which notes that it was called.
-        is_of_scheduler = getattr(own, "__globals__", None) is vars(lr_scheduler) and own.__wrapped__ is of_kind
-        if (own is not None and not is_of_scheduler) or getattr(self._optimizer, "defaults", {}).get("differentiable"):
-            return None
-        return private_names.unwrapped_step(of_kind)
-
-    def _apply(self, inner: Callable[[Optimizer], Any]) -> None:
-        launches = self._launches(self._launch_of) if self._launch_of is not None else None
-        if launches is None:
-            inner(self._optimizer)
-            return
-        for launch in launches:
-            launch()
+        optimizer = self._optimizer
+        if own is not None:  # a scheduler gives its optimizer a `step` which notes that it was called
+            is_of_scheduler = getattr(own, "__globals__", None) is vars(lr_scheduler) and own.__wrapped__ is of_kind
+            if not is_of_scheduler or not private_names.note_step(optimizer, own):
+                return None
+        return None if getattr(optimizer, "defaults", {}).get("differentiable") else private_names.unwrapped_step(of_kind)
 
     def _launches(self, launch_of: LaunchOf) -> list[Launch] | None:
         """The kernels with their arguments. None if torch's Python is needed for one of them."""
