@@ -14,9 +14,9 @@ The loops run in this process and take turns of 40 steps (fewer with large model
 per rank, fused optimizer and threads. By default the model is tiny (MLP 16-32-4, 16 samples), so that nothing hides the cost of
 the loop itself; the large ones are eight square layers with 16 samples, so that gradients and parameters take most of a step.
 `plain` uses torch's DataLoader as its documentation does (on several ranks DDP, with gradient_as_bucket_view), `best` takes its
-batches from two tensors by index_select, which no dataset of a class can reach. `floor` (one rank) is a bare loop of the calls
-that the Trainer's promises need: read the batch without a change of the random streams, sum the loss, look at the gradient
-before the step, clear it, keep the sum of the loss for the log.
+batches from two tensors by index_select, which no dataset of a class can reach. `floor` is a bare loop of the calls that the
+Trainer's promises need: read the batch without a change of the random streams, sum the loss, add gradients and counts of the
+ranks in one message, look at the gradient before the step, clear it, keep the sum of the loss for the log.
 
 On a machine with a GPU all loops compute there: `plain` reads with pinned memory, and a turn ends when the GPU has finished.
 """
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -237,12 +238,14 @@ def by_hand(name: str, turns: Turns, world, case: Case) -> None:
 
 
 def bare_promises(turns: Turns, world, case: Case) -> None:
-    """The floor of the Trainer on one rank, with all gradients in one buffer."""
+    """The floor of the Trainer, with all gradients in one buffer, and on several ranks a count at its end."""
     turns.wait("floor")
     model, optimizer = case.parts()
     parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    sizes = [p.numel() for p in parameters]
+    message = torch.zeros(sum(sizes) + (world.world_size > 1))
+    flat, end = message[: sum(sizes)], message[sum(sizes) :]
+    for parameter, piece in zip(parameters, flat.split(sizes), strict=True):
         parameter.grad = piece.view_as(parameter)
     data = case.data
     streams = None if draws_nothing(data) else SavedStreams()
@@ -250,7 +253,7 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
     made = data.__getitems__ if hasattr(data, "__getitems__") else lambda indices: collate([data[index] for index in indices])
     step = 0
     while step < turns.steps:
-        order = torch.randperm(len(data)).numpy()
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(step)).numpy()[world.rank :: world.world_size]
         for first in range(0, len(order) - case.batch + 1, case.batch):
             indices = order[first : first + case.batch].tolist()
             if streams is not None:
@@ -262,9 +265,13 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
             loss_sum.backward(seed)
             losses += loss_sum.detach()
             count += samples
+            if world.world_size > 1:
+                end.fill_(samples)
+                dist.all_reduce(message)
+                end.item()
             if math.isfinite(torch.linalg.vector_norm(flat).item()):
                 optimizer.step()
-            flat.zero_()
+            message.zero_()
             step += 1
             turns.after_step("floor", step)
             if step == turns.steps:
@@ -308,7 +315,7 @@ def main() -> None:
     names = ["plain", "Trainer"]
     names += ["best"] if not args.case.startswith("gpt") else []
     on_cpu = rankwise.local_device(world).type == "cpu"
-    names += ["floor"] if world.world_size == 1 and case.parts is tiny and on_cpu else []
+    names += ["floor"] if case.parts is tiny and on_cpu else []
     if args.alone:
         case, names = case._replace(turns=5), [args.alone]
     turns = Turns(names, case)

@@ -3,12 +3,16 @@
 Gradients are views of the buffer (one buffer per dtype and device), with the layout in memory of their parameters, so that a
 fused kernel reads both side by side. The order is the same in every step and after every resume, and so is the order of
 additions. A rank without a sample needs no forward pass: its buffer is zero.
+
+Small gradients are added to zeros in the buffer, as autograd does it. A large one on a CPU is copied to its place as soon as
+autograd has created it, while it is in the processor's cache: this saves two passes over the memory of all gradients.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Sequence
 from operator import attrgetter, is_, ne
 
@@ -20,6 +24,7 @@ from rankwise.dist import comm, private_names
 from rankwise.dist.device import is_dense
 from rankwise.errors import StepError
 from rankwise.host.text import size
+from rankwise.sync.in_place import pays
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 
 _grad = attrgetter("grad")
@@ -55,6 +60,8 @@ class FlatReduction:
 
     def expect(self, count: Count, last: bool) -> None:
         self._count = self._count + count
+        for buffer in self._buffers:
+            buffer.is_open = True
 
     def has_gradients(self) -> bool:
         return any(buffer.has_gradients() for buffer in self._buffers)
@@ -132,6 +139,14 @@ class _Buffer:
         self._version_of = private_names.version_of()
         self._sizes = [p.numel() for p in parameters]
         first = parameters[0]
+        self.is_open = False
+        """Whether a backward pass of this step may run now."""
+
+        takes = first.device.type == "cpu" and pays(parameters)
+        for place, parameter in enumerate(parameters if takes else ()):
+            hook = functools.partial(_take, weakref.ref(self), place)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._copies = takes or self._version_of is None
         self.flat = torch.zeros(sum(self._sizes) + tail, dtype=first.dtype, device=first.device)
         self.gradient = self.flat[: sum(self._sizes)]
         self._make_views()
@@ -193,12 +208,25 @@ class _Buffer:
         if self._version_of is None or self._versions_now() != self._versions or not self._holds_all():
             self.clear()
 
+    def take(self, place: int, parameter: torch.Tensor) -> None:
+        """Autograd has set the gradient of this parameter, or added to it."""
+        gradient, view = parameter.grad, self.views[place]
+        is_new = self.is_open and gradient is not view and parameter is self.parameters[place]
+        # One of another kind, `collect` copies or refuses.
+        if is_new and gradient is not None and not gradient.is_sparse and gradient.dtype == view.dtype:
+            view.copy_(gradient.detach())
+            parameter.grad = view
+
     def clear(self) -> None:
-        self.flat.zero_()
-        if self._version_of is None:
+        self.is_open = False
+        if self._copies:
+            self.flat[len(self.gradient) :].zero_()
             for parameter in self.parameters:
                 parameter.grad = None
-        elif not self._holds_all():  # to compare is faster than to set them
+            self._versions = self._versions_now()
+            return
+        self.flat.zero_()
+        if not self._holds_all():  # to compare is faster than to set them
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
         self._versions = self._versions_now()
@@ -209,6 +237,12 @@ class _Buffer:
 
     def _versions_now(self) -> list[int]:
         return list(map(self._version_of, self.views)) if self._version_of is not None else [0] * len(self.views)
+
+
+def _take(buffer: weakref.ref[_Buffer], place: int, parameter: torch.Tensor) -> None:
+    """A hook of a parameter, which may live longer than the buffer."""
+    if (found := buffer()) is not None:
+        found.take(place, parameter)
 
 
 def _view(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
