@@ -1225,14 +1225,14 @@ def test_a_learning_rate_out_of_numpy_does_not_spoil_the_checkpoints(tmp_path: P
     assert [kind for kind, _ in on_ranks(1, with_numpy_rate, tmp_path)] == [""]
 
 
-@pytest.mark.parametrize(("data", "most"), [((), 50), (("quiet",), 40)])
-def test_a_step_makes_few_python_calls_beyond_those_of_a_hand_written_loop(data: tuple[str, ...], most: int) -> None:
+@pytest.mark.parametrize("data", [(), ("quiet",)])
+def test_a_step_makes_fewer_python_calls_than_a_hand_written_loop(data: tuple[str, ...]) -> None:
     """An exact count; benchmarks measure the time of a step."""
     [done] = scripts_on_ranks(1, str(Path(__file__).parents[1] / "benchmarks" / "trainer_step" / "calls.py"), *data)
     assert done.returncode == 0, done.stdout
     extra = re.search(r": ([+-]\d+\.\d) a step", done.stdout)
     assert extra is not None
-    assert float(extra[1]) <= most
+    assert float(extra[1]) <= 0
 
 
 def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:

@@ -17,9 +17,13 @@ _PLAIN = (int, float)  # to ask for a Real takes 3 us
 
 def loss_and_count(result: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
     """Returns `result` if it is such a pair. Otherwise raises StepError, which says what the result is and shows an example."""
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)
-    if is_pair and (isinstance(result[1], _PLAIN) or _is_count(result[1])):
-        return result  # type: ignore[no-any-return]
+    if (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and isinstance(result[0], torch.Tensor)
+        and (isinstance(result[1], _PLAIN) or _is_count(result[1]))
+    ):
+        return result
     raise StepError(
         f"step_fn returned {_described(result)}; return (loss sum, count), for example "
         '(F.cross_entropy(model(x), y, reduction="sum"), len(y))'
