@@ -141,7 +141,7 @@ class AllReduce(NeedsAttach):
         if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
             log.warn("the model is on the CPU although there is a GPU; call model.to(rankwise.local_device(world)) first")
         self._optimizer = optimizer
-        self._apply = DirectStep(optimizer, self._before_step)
+        self._pass, self._apply = private_names.backward(), DirectStep(optimizer, self._before_step)
         self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
         comm.broadcast([*self._trained.named().values(), *common_buffers(model).values()])
@@ -159,8 +159,6 @@ class AllReduce(NeedsAttach):
     def _new_reduction(self) -> Reduction:
         parameters = self._trained.parameters
         self._overlaps = self._compress is None and self._takes_ddp(parameters)
-        # Of a pass in which DDP sends, the agent takes notes: it sees only torch's function.
-        self._pass = torch.Tensor.backward if self._overlaps else private_names.backward()
         if self._compress is not None and self._together:
             compressed = CompressedReduction(parameters, self._compress)
             compressed.memory.put(self._memory if self._loaded is _NOTHING else self._loaded)
@@ -260,7 +258,9 @@ class AllReduce(NeedsAttach):
         self._called = True
         self._reduction.expect(count, last)
         try:
-            self._pass(loss_sum, seed)  # a seed costs no node in the graph, a division would
+            # Of a pass in which DDP sends, the agent takes notes: it sees only torch's function.
+            run = torch.Tensor.backward if self._overlaps else self._pass
+            run(loss_sum, seed)  # a seed costs no node in the graph, a division would
         except BaseException as reason:
             if count == 0 and isinstance(reason, RuntimeError) and not loss_sum.requires_grad:
                 return  # nothing to learn from on this rank: no target in its samples
