@@ -40,6 +40,9 @@ if True:
         ("nn.parallel.DistributedDataParallel(model)", True),
         ("rankwise.Trainer", False),
         ("rankwise.Trainer\ntorch.compile", True),
+        ("import re\nre.compile('x')", False),
+        ("model.compile()", True),
+        ("from torch import nn, compile", True),
         ("import mine", True),
         ("import os, mine", True),
         ("import torch, mine.steps as m", True),
@@ -60,6 +63,32 @@ def test_the_compiler_is_imported_for_a_script_that_may_need_it(more: str, expec
     script = tmp_path / "script.py"
     script.write_text(f"{PLAIN}{more}\n")
     assert fork_server._may_compile([str(script), "--lr", "0.1"]) is expected
+
+
+@pytest.mark.parametrize(
+    ("module", "files", "expected"),
+    [
+        ("import torch", ["mine.py"], False),
+        ("import torch\ntorch.optim.SGD", ["mine.py"], False),
+        ("def step(optimizer):\n    optimizer.step()", ["mine.py"], True),
+        ("torch.compile(model)", ["mine/__init__.py", "mine/deep/__init__.py"], True),
+        ("import torch", ["mine/__init__.py", "mine/deep/__init__.py", "mine/deep/net.py"], False),
+        ("import torch", ["mine/net.py"], True),
+        ("import torch", ["mine.py", "mine/data/readme"], False),
+        ("import torchvision", ["mine.py"], True),
+        ("import mine, other", ["mine.py", "other.py"], False),
+        ("import other", ["mine.py"], True),
+        ("import torch", ["mine/__init__.py", *(f"mine/part_{k}.py" for k in range(100))], True),
+        ("os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'", ["mine.py"], False),
+    ],
+)
+def test_the_modules_beside_a_script_are_read_too(module: str, files: list[str], expected: bool, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(module)
+    script = tmp_path / "script.py"
+    script.write_text(f"{PLAIN}from mine import step\nrankwise.Trainer\n")
+    assert fork_server._may_compile([str(script)]) is expected
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ import socket
 import sys
 import time
 import types
+from pathlib import Path
 
 if not __package__:  # run by its path: make a package to import its few files from
     __package__ = "_rankwise.agent"
@@ -144,8 +145,10 @@ def _serve(channel, agent):
 
 
 _COMPILER_VARIABLE = re.compile(rb"TORCH(INDUCTOR|DYNAMO|_COMPILE|_DYNAMO)_")
+_COMPILES = re.compile(rb"(?<!\bre)\.compile\b|import\b.*\bcompile\b|Distributed")
 _STEP = re.compile(rb"\b(opt\w*|scaler)\.step\b")
 _WITHOUT_COMPILER = ("rankwise", "torch", "numpy", "scipy", "sklearn", "pandas", "h5py", "PIL", "matplotlib", "tqdm", "yaml")
+_MOST_FILES = 100
 _ENVIRONMENT_WRITE = re.compile(rb"environb?\s*(\[[^\]]*\]\s*=(?!=)|\|=|\.(update|setdefault|pop)\b)|\bputenv\b")
 
 
@@ -153,23 +156,55 @@ def _may_compile(command):
     """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers, DDP and torch.compile do,
     but not optimizers that only rankwise steps.
 
-    A guess from the script's text. If it is wrong, each rank imports the compiler by itself, or this process imports it for
-    nothing.
+    A guess from the text of the script and of its own modules. If it is wrong, each rank imports the compiler by itself, or
+    this process imports it for nothing.
     """
     if command[0] == "-m":
         return True
-    with open(command[0], "rb") as file:
-        source = file.read()
+    try:
+        source, modules = _text(command[0])
+    except OSError:  # the script will fail there too, and say why
+        return True
     if _COMPILER_VARIABLE.search(source) and _ENVIRONMENT_WRITE.search(source):
         return False  # the compiler reads its variables when it is imported
-    if re.search(rb"compile|Distributed", source):
+    if _COMPILES.search(source):
         return True
-    imports = re.findall(rb"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., ]+))", source, re.MULTILINE)
-    words = {word.split()[0] for package, several in imports for word in (package or several).split(b",") if word.strip()}
-    modules = {word.split(b".")[0].decode() for word in words}
     if ("rankwise" not in modules or _STEP.search(source)) and re.search(rb"optim|Trainer", source):
         return True
     return not modules <= {*sys.stdlib_module_names, *_WITHOUT_COMPILER}
+
+
+def _text(script):
+    """The text of the script and of the modules beside it that it imports, and the names of the other modules. If it has very
+    many modules of its own, they count as others."""
+    folder = Path(script).resolve().parent
+    texts, others, seen, files = [], set(), set(), [Path(script)]
+    while files:
+        text = files.pop().read_bytes()
+        texts.append(text)
+        for name in _imported(text) - seen:
+            seen.add(name)
+            own = _package(folder / name) or [path for path in [folder / f"{name}.py"] if path.is_file()]
+            if own and len(own) + len(files) + len(texts) <= _MOST_FILES:
+                files += own
+            else:
+                others.add(name)
+    return b"\n".join(texts), others
+
+
+def _package(folder):
+    """The files of a package and of the packages in it. Looks into no other folder: it may have a million images."""
+    if not (folder / "__init__.py").is_file():
+        return []
+    inner = [file for child in folder.iterdir() if child.is_dir() for file in _package(child)]
+    return [*folder.glob("*.py"), *inner]
+
+
+def _imported(text):
+    """The packages and modules that this text imports."""
+    imports = re.findall(rb"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., ]+))", text, re.MULTILINE)
+    words = {word.split()[0] for package, several in imports for word in (package or several).split(b",") if word.strip()}
+    return {word.split(b".")[0].decode() for word in words}
 
 
 def _fork_ranks(channel, specs):
