@@ -106,9 +106,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(state[name].cpu())
 
 
-_NONE: frozenset[str] = frozenset()
-
-
 class SavedStreams:
     """Saves and restores the streams of this process's CPU generators, around code that may draw from them.
 
@@ -138,16 +135,17 @@ class SavedStreams:
 
     def moved(self) -> frozenset[str]:
         """The streams that were used or seeded since `save`."""
+        if self._are_as_saved():
+            return frozenset()
         return frozenset([name for name, stream in self._streams.items() if stream.moved()])
 
     def restore(self) -> frozenset[str]:
         """Restore the streams that were used since `save`, and return their names."""
-        if self._are_as_saved():
-            return _NONE
         moved = self.moved()
         for name in moved:
             self._streams[name].restore()
-        self._note_places()
+        if moved:
+            self._note_places()
         return moved
 
 

@@ -200,13 +200,15 @@ class _Buffer:
         """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too. If they are the
         same, this waits for no device."""
         if self._holds_all() and not self._has_moved():
-            has_same_versions = self._version_of is not None and self._versions_now() == self._versions
-            return not has_same_versions and bool(self.gradient.any())
+            return self._may_have_changed() and bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def drop(self) -> None:
-        if self._version_of is None or self._versions_now() != self._versions or not self._holds_all():
+        if self._may_have_changed() or not self._holds_all():
             self.clear()
+
+    def _may_have_changed(self) -> bool:
+        return self._version_of is None or self._versions_now() != self._versions
 
     def take(self, place: int, parameter: torch.Tensor) -> None:
         """Autograd has set the gradient of this parameter, or added to it."""
@@ -223,12 +225,11 @@ class _Buffer:
             self.flat[len(self.gradient) :].zero_()
             for parameter in self.parameters:
                 parameter.grad = None
-            self._versions = self._versions_now()
-            return
-        self.flat.zero_()
-        if not self._holds_all():  # to compare is faster than to set them
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.grad = view
+        else:
+            self.flat.zero_()
+            if not self._holds_all():  # to compare is faster than to set them
+                for parameter, view in zip(self.parameters, self.views, strict=True):
+                    parameter.grad = view
         self._versions = self._versions_now()
 
     def _holds_all(self) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from rankwise.dist import comm, log
 from rankwise.host.arguments import takes
@@ -94,7 +94,7 @@ class TensorBoard(Writer):
     @takes()
     def __init__(self) -> None:
         super().__init__()
-        self._file: BinaryIO | None = None
+        self._records: Any = None
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:
@@ -103,14 +103,16 @@ class TensorBoard(Writer):
                 "pip install 'rankwise[tensorboard]'"
             )
             return False
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._disk_errors = _DiskErrors(run.telemetry)
         with self._disk_errors.reported_once():
             run.telemetry.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads files with such names; the last number tells apart two of this process.
             name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-            self._file = open(run.telemetry / name, "wb")  # noqa: SIM115  # closed by close()
+            self._records = RecordWriter(open(run.telemetry / name, "wb"))  # noqa: SIM115  # closed by close()
         self._add(file_version="brain.Event:2")
-        return self._file is not None
+        return self._records is not None
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -122,19 +124,18 @@ class TensorBoard(Writer):
     def _add(self, **of_event: Any) -> None:
         """Append an event. Not by torch's SummaryWriter: each time that it wakes its thread, the loop loses a millisecond."""
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        if self._file is not None:
+        if self._records is not None:
             with self._disk_errors.reported_once():
-                RecordWriter(self._file).write(Event(wall_time=time.time(), **of_event).SerializeToString())
-                self._file.flush()  # what does not fit on a full disk is written when there is room again
+                self._records.write(Event(wall_time=time.time(), **of_event).SerializeToString())
+                self._records.flush()  # what does not fit on a full disk is written when there is room again
 
     def close(self) -> None:
         super().close()
-        if self._file is not None:
+        if self._records is not None:
             with self._disk_errors.reported_once():
-                self._file.close()
-            self._file = None
+                self._records.close()
+            self._records = None
 
 
 class _DiskErrors:
