@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from ranks import scripts_on_ranks
 
-from rankwise.dist import accelerator, comm
+from rankwise.dist import accelerator, joining
 from rankwise.dist.world import World
-from rankwise.errors import DeviceError, WorldError
+from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import machine
 
 HERE = platform.node()
@@ -228,7 +228,7 @@ def test_the_backend_is_that_of_the_device(
     monkeypatch.setattr(accelerator, "compare", lambda *_: None)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: available)
     if backend is None:
-        with pytest.raises(comm.ConfigError, match=rf"has no backend for collectives on {kind}; .*rankwise\.init\(backend="):
-            comm._agreed_backend(world(0, 2), None)
+        with pytest.raises(ConfigError, match=rf"has no backend for collectives on {kind}; .*rankwise\.init\(backend="):
+            joining.agreed_backend(world(0, 2), None)
     else:
-        assert comm._agreed_backend(world(0, 2), None) == backend
+        assert joining.agreed_backend(world(0, 2), None) == backend
