@@ -73,6 +73,13 @@ class NotJoinedError(WorldError):
     that."""
 
 
+class CollectiveError(RankwiseError, RuntimeError):
+    """The ranks could not complete a collective: one has exited, did not come in time, or called something else. Those of
+    torch's collectives are RuntimeErrors, too."""
+
+    exit_status = 1
+
+
 class DeviceError(RankwiseError):
     """There is a GPU, but torch cannot use it: because of its driver, its state, or a torch built for another one."""
 

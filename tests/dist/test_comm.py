@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import rankwise
-from rankwise.dist import comm
+from rankwise.dist import comm, shared_memory
 from rankwise.errors import ConfigError, WorldError
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+BACKENDS = (None, "gloo")
+"""None: in memory that the ranks share."""
 
 
 def everything() -> dict[str, Any]:
@@ -51,9 +56,9 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_collective_answers_the_same_on_one_rank_as_on_many(n: int) -> None:
-    answers = on_ranks(n, everything)
+@pytest.mark.parametrize(("n", "backend"), [(1, None), *itertools.product((2, 3), BACKENDS)])
+def test_every_collective_answers_the_same_on_one_rank_as_on_many(n: int, backend: str | None) -> None:
+    answers = on_ranks(n, everything, init={"backend": backend})
     for rank, answer in enumerate(answers):
         assert answer == {
             "rank": rank,
@@ -96,11 +101,11 @@ def odd_tensors() -> dict[str, Any]:
 ODD_KINDS = [torch.int8, torch.int16, torch.int32]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_tensor_of_any_shape_stride_and_dtype_is_reduced_in_place(n: int) -> None:
+@pytest.mark.parametrize(("n", "backend"), [(1, None), *itertools.product((2, 3), BACKENDS)])
+def test_a_tensor_of_any_shape_stride_and_dtype_is_reduced_in_place(n: int, backend: str | None) -> None:
     total = n * (n + 1) / 2
     strided = [[total if r % 2 == 0 and c % 3 == 0 else -1.0 for c in range(6)] for r in range(4)]
-    for rank, answer in enumerate(on_ranks(n, odd_tensors)):
+    for rank, answer in enumerate(on_ranks(n, odd_tensors, init={"backend": backend})):
         assert answer["transposed"] == [[total] * 4] * 6
         assert answer["strided"][0] == [[total] * 2] * 2
         assert answer["strided"][1] == [[1.0 + rank if v < 0 else v for v in row] for row in strided]
@@ -242,8 +247,9 @@ def broadcast_from_last() -> tuple[float, str]:
     return tensor.item(), comm.broadcast_object(f"of {comm.rank()}", src=last)
 
 
-def test_any_rank_can_be_the_source_of_a_broadcast() -> None:
-    assert on_ranks(3, broadcast_from_last) == [(2.0, "of 2")] * 3
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_rank_can_be_the_source_of_a_broadcast(backend: str | None) -> None:
+    assert on_ranks(3, broadcast_from_last, init={"backend": backend}) == [(2.0, "of 2")] * 3
 
 
 SMALL = ("int8", "int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "bool", "complex64")
@@ -255,8 +261,9 @@ def broadcast_of_each_type() -> list[list[float]]:
     return [tensor.to(torch.complex64).real.tolist() for tensor in tensors]
 
 
-def test_a_tensor_of_any_type_is_broadcast() -> None:
-    assert on_ranks(2, broadcast_of_each_type) == [[[1.0] * 3] * len(SMALL)] * 2
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensor_of_any_type_is_broadcast(backend: str | None) -> None:
+    assert on_ranks(2, broadcast_of_each_type, init={"backend": backend}) == [[[1.0] * 3] * len(SMALL)] * 2
 
 
 def count_broadcasts() -> int:
@@ -269,13 +276,15 @@ def count_broadcasts() -> int:
         return original(*args, **kwargs)
 
     dist.broadcast = counted
+    in_memory = shared_memory.begun
     comm.broadcast([torch.zeros(3), torch.zeros(2, 2), torch.zeros((), dtype=torch.int64), torch.zeros(1)])
     comm.broadcast([])
-    return calls
+    return calls + shared_memory.begun - in_memory
 
 
-def test_a_broadcast_is_one_message_for_each_dtype() -> None:
-    assert on_ranks(2, count_broadcasts) == [2, 2]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_broadcast_is_one_message_for_each_dtype(backend: str | None) -> None:
+    assert on_ranks(2, count_broadcasts, init={"backend": backend}) == [2, 2]
 
 
 def listens() -> list[str]:

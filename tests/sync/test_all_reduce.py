@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rankwise
+from rankwise.agent import private_names
 from rankwise.data.loader import share
-from rankwise.dist import accelerator, comm
+from rankwise.dist import accelerator, comm, shared_memory
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce, Mine, Shared, StepResult
 from rankwise.training.precision import LossScale
@@ -144,10 +145,12 @@ def all_configurations(overlap: bool | None) -> dict[tuple[int, float | None, fl
     }
 
 
-@pytest.mark.parametrize(("n", "overlap"), [(1, None), *itertools.product((2, 3, 4), WAYS)])
+@pytest.mark.parametrize(
+    ("n", "overlap", "backend"), [(1, None, None), *((n, way, None) for n in (2, 3, 4) for way in WAYS), (3, False, "gloo")]
+)
 @pytest.mark.one_in(3)
-def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, overlap: bool | None) -> None:
-    answers = on_ranks(n, all_configurations, overlap)
+def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, overlap: bool | None, backend: str | None) -> None:
+    answers = on_ranks(n, all_configurations, overlap, init={"backend": backend})
     for clip in CLIP:
         expected, figures = plain_loop(clip)
         if clip == 0.05:
@@ -396,10 +399,32 @@ def count_collectives(overlap: bool | None) -> list[list[str]]:
 
 @pytest.mark.parametrize("overlap", WAYS)
 def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(overlap: bool | None) -> None:
-    for answer in on_ranks(2, count_collectives, overlap):
+    for answer in on_ranks(2, count_collectives, overlap, init={"backend": "gloo"}):
         assert answer[:3] == [["all_reduce"]] * 3
         assert [e for e in answer[3] if e.startswith("gloo:")] == ["gloo:all_reduce"]
         assert [e for e in answer[3] if e.startswith("c10d::")] in ([], ["c10d::allreduce_"])
+
+
+def count_in_memory() -> list[tuple[int, int]]:
+    """How many collectives each step has: in shared memory, and of torch."""
+    model = nn.Sequential(plain_model(), nn.BatchNorm1d(4).double())
+    sync = AllReduce().attach(model, adamw(model), clip_norm=0.05)
+    counts = []
+    for size in (3, 1, 0):
+        before, sent = shared_memory.begun, messages()
+        for k in range(size):
+            sync.backward(*loss_of(model, [sequences()[0]]), last=k == size - 1)
+        sync.step()
+        counts.append((shared_memory.begun - before, messages() - sent))
+    return counts
+
+
+def messages() -> int:
+    return private_names.begun(dist.group.WORLD)
+
+
+def test_a_step_of_ranks_on_one_host_is_one_all_reduce_in_memory_and_no_message() -> None:
+    assert on_ranks(2, count_in_memory) == [[(1, 0)] * 3] * 2
 
 
 def summed_and_mean(overlap: bool | None) -> tuple[float, float, str, int]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from rankwise.dist import comm
+from rankwise.dist import comm, shared_memory
 from rankwise.errors import ConfigError
 from rankwise.telemetry.meters import Meters, Total
 
@@ -27,6 +27,7 @@ def meter_on_ranks() -> dict[str, Any]:
         return original(*args, **kwargs)
 
     dist.all_reduce = counted
+    in_memory = shared_memory.begun
     meters = Meters("loss", "accuracy")
     answers = []
     for interval in (1, 2):
@@ -35,12 +36,12 @@ def meter_on_ranks() -> dict[str, Any]:
             meters.add(loss=(loss, 2), accuracy=(1, torch.tensor(4)))
         answers.append(meters.reduce_with_clock(100.0 * interval + rank, [rank + 0.5, interval]))
     answers.append(meters.reduce_with_clock(5.0 if rank == 0 else 7.0))
-    return {"answers": answers, "calls": calls}
+    return {"answers": answers, "calls": calls + shared_memory.begun - in_memory}
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(n: int) -> None:
-    for answer in on_ranks(n, meter_on_ranks):
+@pytest.mark.parametrize(("n", "backend"), [(1, None), (2, None), (4, None), (4, "gloo")])
+def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(n: int, backend: str | None) -> None:
+    for answer in on_ranks(n, meter_on_ranks, init={"backend": backend}):
         samples = sum(range(n))
         for interval in (1, 2):
             sums, clock_s, rows = answer["answers"][interval - 1]

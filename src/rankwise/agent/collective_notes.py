@@ -9,7 +9,7 @@ this folder.
 
 The count is for the agent, which takes a new collective as a sign of progress. It is torch's own sequence number, which a
 thread reads twice a second: it costs nothing per collective, and it includes what DDP's reducer sends from C++, which Python
-does not see.
+does not see. Those in memory that ranks of one host share are counted by rankwise/dist/shared_memory.py.
 
 The notes are for `--check-collectives` (collective_check.py reads them). They contain the functions of `torch.distributed`, and
 two collectives of DDP that Python can predict: a backward pass in which DDP's reducer sends gradients, and the broadcast of its
@@ -34,9 +34,10 @@ from . import private_names
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
-_TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arguments")
-"""rankwise modules whose functions are collectives that users call directly, and the module that checks their arguments: the
-note shows the line that calls them."""
+_MEMORY = "rankwise.dist.shared_memory"
+_TRANSPARENT = ("rankwise.dist.comm", _MEMORY, "rankwise.dist.guards", "rankwise.host.arguments")
+"""rankwise modules whose functions are collectives that users call directly, and what these use: the note shows the line that
+calls them."""
 
 _WHAT_CHARS, _CALLER_CHARS = 96, 40
 """The most of a note that these two parts may take, so that the place of the call remains complete."""
@@ -93,12 +94,14 @@ class Distributed:
                 setattr(sys.modules["torch.distributed"], name, getattr(sys.modules[_C10D], name))
         if self._notes is not None:
             self._prepare_ddp(sys.modules[_DDP])
+            self._prepare_memory_later()
 
     def prepare_later(self):
         """Call it in a process whose script may import torch later."""
         sys.meta_path.insert(0, AfterImport(_C10D, self._prepare_c10d))
         if self._notes is not None:
             sys.meta_path.insert(0, AfterImport(_DDP, self._prepare_ddp))
+            self._prepare_memory_later()
 
     def _prepare_c10d(self, c10d):
         _wait_for_rank_0(c10d)
@@ -163,6 +166,34 @@ class Distributed:
                 return function(*args, **kwargs)
             finally:
                 notes.inside.now = False
+
+        return noted
+
+    def _prepare_memory_later(self):
+        """Note the collectives in shared memory. A warm process may have imported the module already."""
+        if _MEMORY in sys.modules:
+            self._prepare_memory(sys.modules[_MEMORY])
+        else:
+            sys.meta_path.insert(0, AfterImport(_MEMORY, self._prepare_memory))
+
+    def _prepare_memory(self, module):
+        described = {
+            "all_reduce": lambda tensor, op="sum": f"{op}, {_described(tensor)}",
+            "broadcast": lambda tensor, src: f"{_described(tensor)}, src {src}",
+            "all_gather_object": lambda data: "",
+            "gather_object": lambda data, dst: f"dst {dst}",
+            "broadcast_object": lambda data, src: f"src {src}",
+            "barrier": lambda: "",
+        }
+        for name, describe in described.items():
+            setattr(module.SharedMemory, name, self._noted_in_memory(getattr(module.SharedMemory, name), name, describe))
+
+    def _noted_in_memory(self, function, name, describe):
+        @functools.wraps(function)
+        def noted(this, *args, **kwargs):
+            world = sys.modules[_C10D].group.WORLD
+            self._notes.add(world.group_name, world.size(), f"{name}({describe(*args, **kwargs)})", *_site())
+            return function(this, *args, **kwargs)
 
         return noted
 
@@ -283,7 +314,8 @@ def _count(c10d, path, offset):
     os.close(fd)
     word = memoryview(page)[offset : offset + 8].cast("q")
     while True:
-        word[0] = sum(private_names.begun(group) for group in private_names.groups(c10d))
+        in_memory = getattr(sys.modules.get(_MEMORY), "begun", 0)
+        word[0] = in_memory + sum(private_names.begun(group) for group in private_names.groups(c10d))
         time.sleep(_COUNT_EVERY_S)
 
 

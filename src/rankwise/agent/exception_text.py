@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.host.stack_text import is_the_users
+from rankwise.host.stack_text import is_of_a_collective, is_the_users
 from rankwise.host.terminal import typed
 from rankwise.host.text import count, listed
 
@@ -31,6 +31,7 @@ _SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appea
 _IN_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:\n")
 _REMOTE = re.compile(r'RemoteTraceback: ?\n"""\n(.*?)"""\n', re.DOTALL)
 _SIZES_OF_GLOO = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_IN_MEMORY = re.compile(r"waited for it in (\w+) \(Connection closed")
 _OF_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) .*\n((?:  File .*\n)+)", re.MULTILINE)
 _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
@@ -54,9 +55,9 @@ class ExceptionText:
 
 
 def collective_of(traceback: str) -> str | None:
-    """The collective of torch.distributed in which an exception was raised."""
-    found = [name for file, name in _CALL.findall(traceback) if "/torch/distributed/" in file and name != "wrapper"]
-    return found[-1] if found else None
+    """The collective in which an exception was raised. Errors of rankwise have no frames, but name it."""
+    found = [name for file, name in _CALL.findall(traceback) if is_of_a_collective(file, name)]
+    return found[-1] if found else next(iter(_IN_MEMORY.findall(traceback)), None)
 
 
 def of_abort(log: str, checked: bool) -> str | None:
@@ -68,7 +69,7 @@ def of_abort(log: str, checked: bool) -> str | None:
     sizes = _SIZES_OF_GLOO.search(said[-1])
     if sizes is None:
         return str(said[-1]).strip()
-    calls = [name for file, _, name in _stack_of(log) if "/torch/distributed/" in file and name != "wrapper"]
+    calls = [name for file, _, name in _stack_of(log) if is_of_a_collective(file, name)]
     where = f"in {calls[-1] if calls else 'a collective'}"
     return f"{where} it received {sizes[1]} bytes but expected {sizes[2]}: {_of_sizes(checked)}"
 

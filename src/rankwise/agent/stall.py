@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rankwise.agent.rank_processes import Rank, RankProcesses
 from rankwise.host import processes
+from rankwise.host.stack_text import is_in_collectives, is_of_a_collective
 from rankwise.host.text import listed
 from rankwise.run.directory import RunDir
 
@@ -77,9 +78,9 @@ class Observation:
         inner = self.stacks[-1]
         if any(frame.file.endswith("/host/listener.py") for frame in inner[:2]):  # for rank 0, with or without torch
             return next((frame.function for frame in inner if frame.function in ("init", "init_process_group")), "a connection")
-        if "/torch/distributed/" in inner[0].file:
-            depth = next((i for i, frame in enumerate(inner) if "/torch/distributed/" not in frame.file), len(inner))
-            names = [frame.function for frame in inner[:depth] if frame.function != "wrapper"]
+        if is_in_collectives(inner[0].file):
+            depth = next((i for i, frame in enumerate(inner) if not is_in_collectives(frame.file)), len(inner))
+            names = [frame.function for frame in inner[:depth] if is_of_a_collective(frame.file, frame.function)]
             return names[-1] if names else "a collective"
         if inner[0].file.endswith("/torch/autograd/graph.py") and self.cpu_share < 0.1:
             return "backward"

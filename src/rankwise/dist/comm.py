@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import pickle
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from rankwise import errors, schedulers
-from rankwise.dist import joining, private_names, rendezvous
+from rankwise.dist import joining, private_names, rendezvous, shared_memory
 from rankwise.dist import world as world_
+from rankwise.dist.shared_memory import SharedMemory
 from rankwise.dist.world import Given, World
 from rankwise.errors import ConfigError, WorldError
 from rankwise.host.arguments import ANYTHING, FROM_ONE, FROM_ZERO, SECONDS, TEXT, instance, one_of, takes
@@ -40,6 +42,8 @@ _world: World | None = None  # what init found, also for the loader workers that
 _pid = 0  # the process that called init
 _alone = False
 _patient: tuple[Any, Any] = (None, None)  # (the default process group that it belongs to, the group)
+_shared: tuple[Any, SharedMemory | None] = (None, None)  # (the default process group that it belongs to, the memory)
+_timeout_s, _shares = 1800.0, True  # set by init
 _for_cpu: tuple[Any, Any] = (None, None)  # (the default process group, a group for CPU tensors if it has no backend for them)
 _nodes: tuple[Any, list[list[int]]] = (None, [])
 
@@ -62,17 +66,18 @@ def init(
     """Collective. Connect to the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
     `backend` is torch's. By default, tensors on the CPU use gloo and tensors on a GPU use NCCL (XCCL on Intel GPUs); all ranks
-    must then have the same kind of device. `timeout_s` limits each collective. If the launcher gives no address (mpirun, srun,
-    `torch.multiprocessing.spawn`), rank 0 announces its address in a file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s`
-    limits the wait for the other ranks. After this call, an uncaught error of rankwise ends the process with its message and
-    the line of the script, without a traceback.
+    must then have the same kind of device. If all ranks are on one host, rankwise itself does not send CPU tensors: it uses
+    memory that the ranks share (shared_memory.py), unless a backend is given. `timeout_s` limits each collective. If the
+    launcher gives no address (mpirun, srun, `torch.multiprocessing.spawn`), rank 0 announces its address in a file, or listens
+    at `rdzv`, "HOST:PORT"; `join_timeout_s` limits the wait for the other ranks. After this call, an uncaught error of rankwise
+    ends the process with its message and the line of the script, without a traceback.
 
     Pass the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
     `torch.multiprocessing.spawn` started on one machine. Raises WorldError if this process does not know its rank, or if ranks
     are missing (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use, all
     ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
     """
-    global _world, _pid
+    global _world, _pid, _timeout_s, _shares
     errors.without_traceback()
     if dist.is_initialized():
         return _here()
@@ -89,6 +94,8 @@ def init(
             # If a thread of gloo drops its last tensor while Python is shutting down, the process aborts (seen at the end of
             # one training in three under mpirun). Ranks of our agent leave by _exit.
             atexit.register(time.sleep, _LAST_TENSORS_S)
+        _timeout_s, _shares = timeout_s, backend is None and world.local_world_size == world.world_size
+        _memory()  # here, so that the first collective of a rank is what the script calls
     _world, _pid = world, os.getpid()
     return world
 
@@ -242,6 +249,28 @@ def group_for(device: torch.device) -> Any:
     return _for_cpu[1]
 
 
+def _memory() -> SharedMemory | None:
+    """Collective at the first call. Memory that all ranks share. None if there is none, or if `init` was given a backend: then
+    that is used for everything."""
+    global _shared
+    if _shared[0] is not dist.group.WORLD:
+        takes_cpu = group_for(_CPU) is not None or "cpu" in joining.backends()
+        made = None
+        if _shares and takes_cpu:
+            made = shared_memory.connect(dist.get_rank(), dist.get_world_size(), _timeout_s, _told)
+        _shared = dist.group.WORLD, made
+    return _shared[1]
+
+
+def _told(data: bytes) -> list[bytes]:
+    """Collective. The `data` of all ranks, as long on each. It is not one of the collectives that the agent notes."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    group: Any = group_for(_CPU) or dist.group.WORLD
+    group.allgather([told], [mine]).wait()
+    return [bytes(each.tolist()) for each in told]
+
+
 _CPU = torch.device("cpu")
 
 
@@ -277,12 +306,23 @@ def _grouped(told: Sequence[tuple[Any, int]]) -> list[list[int]]:
 def barrier() -> None:
     """Collective. Return when all ranks have called this."""
     if not is_alone():
-        dist.barrier(group_for(_CPU))
+        if (memory := _memory()) is not None:
+            memory.barrier()
+        else:
+            dist.barrier(group_for(_CPU))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _CARRIER = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """The dtype to send instead, because gloo cannot reduce this one."""
+
+
+def add(tensor: torch.Tensor) -> None:
+    """Collective. Sum a contiguous tensor in place over all ranks: `all_reduce` without its checks, for each step."""
+    if tensor.is_cpu and (memory := _memory()) is not None:
+        memory.all_reduce(tensor)
+    else:
+        dist.all_reduce(tensor, group=group_for(tensor.device))
 
 
 @takes(tensor=instance(torch.Tensor, "a tensor: torch.tensor([loss])"), op=one_of(*_OPS))
@@ -303,7 +343,11 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     values = tensor.detach()
     sent_as = torch.float32 if op == "mean" and values.dtype is torch.float16 else _CARRIER.get(values.dtype, values.dtype)
     carrier = values.to(sent_as).contiguous()  # a sum of float16 may overflow although the mean does not
-    dist.all_reduce(carrier, _OPS[op], group_for(carrier.device))
+    memory = _memory() if carrier.is_cpu else None
+    if memory is not None:
+        memory.all_reduce(carrier, "sum" if op == "mean" else op)
+    else:
+        dist.all_reduce(carrier, _OPS[op], group_for(carrier.device))
     if op == "mean":
         carrier.div_(dist.get_world_size())
     if carrier is not values:
@@ -320,8 +364,11 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for group in kinds.values():
         flat = torch.cat([t.reshape(-1) for t in group])
-        # As bytes: gloo has no int16, no unsigned integers of more bits, no float8.
-        dist.broadcast(flat.view(torch.uint8), src, group_for(flat.device))
+        data = flat.view(torch.uint8)  # gloo has no int16, no unsigned integers of more bits, no float8
+        if flat.is_cpu and (memory := _memory()) is not None:
+            memory.broadcast(data, src)
+        else:
+            dist.broadcast(data, src, group_for(flat.device))
         parts = torch.split(flat, [t.numel() for t in group])
         for tensor, part in zip(group, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -332,6 +379,10 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     """Collective. Return the value of rank `src` on every rank, by pickle; the values of other ranks are ignored."""
     if is_alone():
         return value
+    if group is None and (memory := _memory()) is not None:
+        is_mine = dist.get_rank() == src
+        data = memory.broadcast_object(pickle.dumps(value) if is_mine else b"", src)
+        return value if is_mine else pickle.loads(data)
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src, group if group is not None else group_for(_CPU))
     return box[0]  # type: ignore[no-any-return]
@@ -341,6 +392,8 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
     """Collective. Return the values of all ranks, in the order of ranks, by pickle."""
     if is_alone():
         return [value]
+    if group is None and (memory := _memory()) is not None:
+        return list(map(pickle.loads, memory.all_gather_object(pickle.dumps(value))))
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group if group is not None else group_for(_CPU))
     return values
@@ -350,6 +403,8 @@ def gather_object(value: T, dst: int = 0) -> list[T]:
     """Collective. Return the values of all ranks on rank `dst`, in the order of ranks; an empty list on the others."""
     if is_alone():
         return [value]
+    if (memory := _memory()) is not None:
+        return list(map(pickle.loads, memory.gather_object(pickle.dumps(value), dst)))
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst, group_for(_CPU))
     return values or []

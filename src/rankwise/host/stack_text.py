@@ -21,6 +21,16 @@ def is_the_users(file: str) -> bool:
     return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
 
 
+def is_in_collectives(file: str) -> bool:
+    """Whether this is a file of torch's collectives, or of those in memory that ranks share."""
+    return "/torch/distributed/" in file or file.endswith("/rankwise/dist/shared_memory.py")
+
+
+def is_of_a_collective(file: str, function: str) -> bool:
+    """Whether this is a function that a script or rankwise calls, not one inside of it."""
+    return is_in_collectives(file) and function != "wrapper" and not function.startswith("_")
+
+
 def shortened(traceback: str) -> str:
     """The frames of rankwise above a frame of the user's code become one line each time. Those below the last such frame
     remain: the error comes from there."""

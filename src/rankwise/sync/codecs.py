@@ -104,7 +104,7 @@ class Half(Codec):
             log.warn("gradients are close to 65504, the largest fp16 number, so steps may be skipped; use bf16")
         wanted -= small
         if not comm.is_alone():
-            dist.all_reduce(small, group=comm.group_for(small.device))
+            comm.add(small)
         total.copy_(small)
         return []
 
@@ -202,7 +202,7 @@ def _summed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Collective. The sum of each tensor over ranks, in one message."""
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not comm.is_alone():
-        dist.all_reduce(message, group=comm.group_for(message.device))
+        comm.add(message)
     pieces = torch.split(message, [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 

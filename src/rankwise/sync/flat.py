@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from operator import attrgetter, is_, ne
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rankwise.dist import comm, private_names
@@ -97,7 +96,7 @@ class FlatReduction:
             began = time.perf_counter()
             self._exchange(changed)
             if self._apart is not None:
-                dist.all_reduce(self._apart, group=comm.group_for(self._apart.device))
+                comm.add(self._apart)
             self.sent_bytes += self._message_bytes
             self.wait_s += time.perf_counter() - began
         return self._tail
@@ -113,7 +112,7 @@ class FlatReduction:
     def _exchange(self, changed: bool) -> None:
         """Collective. Sum the buffers over ranks."""
         for buffer in self._buffers:
-            dist.all_reduce(buffer.flat, group=comm.group_for(buffer.flat.device))
+            comm.add(buffer.flat)
 
     def gradients(self) -> list[torch.Tensor]:
         return self._gradients

@@ -1,0 +1,442 @@
+"""Collectives in memory that ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks, scripts_on_ranks, torchrun
+
+from rankwise.dist import comm, shared_memory
+from rankwise.dist.shared_memory import SharedMemory
+from rankwise.errors import CollectiveError
+
+SLOT = shared_memory._LARGEST_SLOT
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+WHOLES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def memory() -> SharedMemory:
+    found = comm._memory()
+    assert found is not None
+    return found
+
+
+def of_rank(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(numel, generator=generator) if dtype in FLOATS else torch.randint(100, (numel,), generator=generator)
+    return values.to(dtype)
+
+
+def after_one_another(ranks: int, dtype: torch.dtype, numel: int, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+    total = of_rank(0, dtype, numel)
+    for rank in range(1, ranks):
+        total = combine(total, of_rank(rank, dtype, numel))
+    return total
+
+
+# --- values
+
+
+def reduced(numels: Sequence[int]) -> list[str]:
+    """What differs from the values that one process computes, bit for bit."""
+    wrong = []
+    for numel in numels:
+        for dtype in (*FLOATS, *WHOLES):
+            for op, combine in (("sum", torch.add), ("min", torch.minimum), ("max", torch.maximum)):
+                if not dtype.is_complex or op == "sum":
+                    mine = of_rank(comm.rank(), dtype, numel)
+                    memory().all_reduce(mine, op)
+                    if not torch.equal(mine, after_one_another(comm.world_size(), dtype, numel, combine)):
+                        wrong.append(f"{op} of {numel} x {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_reduction_has_the_bits_of_one_rank_after_the_other(n: int) -> None:
+    assert on_ranks(n, reduced, [1, 7, 4096]) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_so_has_one_of_a_tensor_larger_than_a_slot(n: int) -> None:
+    assert on_ranks(n, reduced_large) == [True] * n
+
+
+def reduced_large() -> bool:
+    """Several pieces, of which the last is small, and has fewer elements than there are ranks."""
+    same = []
+    for numel in (SLOT // 8, SLOT // 8 + 1, 2 * SLOT // 8 + 12345):
+        mine = of_rank(comm.rank(), torch.float64, numel)
+        memory().all_reduce(mine)
+        same.append(torch.equal(mine, after_one_another(comm.world_size(), torch.float64, numel, torch.add)))
+    return all(same)
+
+
+def exchanged() -> list[Any]:
+    rank, ranks = comm.rank(), comm.world_size()
+    answers: list[Any] = []
+    for length in (0, 1, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT):
+        lengths = [length * other // max(1, ranks - 1) for other in range(ranks)]  # rank 0 has nothing
+        told = memory().all_gather_object(bytes([rank]) * lengths[rank])
+        answers.append([(len(data), set(data)) for data in told] == [(k, {r} if k else set()) for r, k in enumerate(lengths)])
+        sent = memory().broadcast_object(bytes([rank]) * length, ranks - 1)
+        answers.append(sent == bytes([ranks - 1]) * length)
+        gathered = memory().gather_object(bytes([rank]) * length, 1)
+        answers.append(gathered == ([bytes([other]) * length for other in range(ranks)] if rank == 1 else []))
+    return answers
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_bytes_of_any_length_arrive_whole(n: int) -> None:
+    assert on_ranks(n, exchanged) == [[True] * 18] * n
+
+
+def broadcast_each() -> list[bool]:
+    answers = []
+    for numel in (0, 1, SLOT, SLOT + 3):
+        for src in range(comm.world_size()):
+            mine = of_rank(comm.rank(), torch.uint8, numel)
+            memory().broadcast(mine, src)
+            answers.append(torch.equal(mine, of_rank(src, torch.uint8, numel)))
+    return answers
+
+
+def test_a_broadcast_of_any_size_comes_from_the_rank_that_was_asked_for() -> None:
+    assert on_ranks(3, broadcast_each) == [[True] * 12] * 3
+
+
+def many_in_a_row(seed: int, longest_s: float) -> list[str]:
+    """Random collectives, with pauses that differ between the ranks."""
+    together, alone = random.Random(seed), random.Random(seed * 1000 + comm.rank())
+    ranks, wrong = comm.world_size(), []
+    for number in range(150):
+        kind, numel = together.randrange(4), together.choice([1, 5, 1000, 70_000])
+        if alone.random() < 0.2:
+            time.sleep(alone.random() * longest_s)
+        if kind == 0:
+            mine = torch.full((numel,), float(comm.rank() + number))
+            memory().all_reduce(mine)
+            right = bool((mine == sum(range(ranks)) + ranks * number).all())
+        elif kind == 1:
+            right = memory().all_gather_object(b"%d" % (comm.rank() * number)) == [b"%d" % (r * number) for r in range(ranks)]
+        elif kind == 2:
+            mine = torch.full((numel,), comm.rank() * number)
+            memory().broadcast(mine, number % ranks)
+            right = bool((mine == number % ranks * number).all())
+        else:
+            memory().barrier()
+            right = True
+        wrong += [] if right else [f"{number}: {kind}"]
+    return wrong
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_ranks_of_uneven_speed_never_read_the_values_of_another_collective(n: int) -> None:
+    assert on_ranks(n, many_in_a_row, n, 0.005) == [[]] * n
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_of_uneven_speed_never_read_the_values_of_another_collective_with_longer_pauses(seed: int) -> None:
+    n = 2 + seed % 4
+    assert on_ranks(n, many_in_a_row, seed, 0.1) == [[]] * n
+
+
+def waits_for_all() -> bool:
+    """Whether no rank leaves a barrier before the last has entered it."""
+    time.sleep(0.3 if comm.rank() == comm.world_size() - 1 else 0.0)
+    entered = time.monotonic()
+    memory().barrier()
+    left = time.monotonic()
+    return left >= max(float(data) for data in memory().all_gather_object(repr(entered).encode()))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_nobody_leaves_a_barrier_before_all_have_come(n: int) -> None:
+    assert on_ranks(n, waits_for_all) == [True] * n
+
+
+def of_inference() -> list[float]:
+    with torch.inference_mode():
+        mine = torch.ones(3)
+        comm.all_reduce(mine)
+    comm.all_reduce(mine)  # outside, where torch refuses to change such a tensor
+    other = torch.ones(3, requires_grad=True)
+    return [*mine.tolist(), *comm.all_reduce(other).tolist()]
+
+
+def test_tensors_of_inference_mode_and_those_with_a_gradient_are_reduced() -> None:
+    assert on_ranks(2, of_inference) == [[4.0] * 3 + [2.0] * 3] * 2
+
+
+# --- which ranks share memory
+
+
+def kind() -> tuple[str, int]:
+    """How this rank communicates, and whether a collective works."""
+    found = comm._memory()
+    return type(found).__name__, int(comm.all_reduce(torch.tensor(1)).item())
+
+
+def test_ranks_share_memory_unless_a_backend_is_given_or_they_are_on_several_nodes() -> None:
+    assert on_ranks(2, kind) == [("SharedMemory", 2)] * 2
+    assert on_ranks(2, kind, init={"backend": "gloo"}) == [("NoneType", 2)] * 2
+    assert on_ranks(2, kind, environ=[torchrun(r, 2, 1) for r in range(2)]) == [("NoneType", 2)] * 2
+
+
+def without(name: str, rank: int) -> tuple[str, int, bool]:
+    """This rank cannot do one thing that is needed."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(f"no {name}")
+
+    owner, attribute = PARTS[name]
+    original = getattr(owner, attribute)
+    if comm.rank() == rank:
+        setattr(owner, attribute, (lambda: "another") if name == "host" else refuse)
+    comm._shared = None, None
+    began = time.monotonic()
+    found = kind()
+    setattr(owner, attribute, original)
+    return *found, time.monotonic() - began < 10
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "file": (os, "memfd_create"),
+    "size": (os, "ftruncate"),
+    "socket": (shared_memory, "_listen"),
+    "address space": (shared_memory.mmap, "mmap"),
+    "host": (shared_memory.network, "home"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", PARTS)
+def test_if_one_rank_cannot_share_memory_no_rank_does_and_nobody_waits(name: str, rank: int) -> None:
+    assert on_ranks(2, without, name, rank) == [("NoneType", 2, True)] * 2
+
+
+def connected_again() -> list[Any]:
+    """After a new process group, and with sockets that have a time limit by default."""
+    first = memory()
+    socket.setdefaulttimeout(0.05)
+    comm._shared = None, None
+    again = memory()
+    time.sleep(0.3 * comm.rank())
+    return [first is again, kind(), len(again.all_gather_object(b""))]
+
+
+def test_ranks_can_connect_again_and_wait_longer_than_the_default_of_their_sockets() -> None:
+    assert on_ranks(3, connected_again) == [[False, ("SharedMemory", 3), 3]] * 3
+
+
+def left_behind() -> list[str]:
+    """Files with a name, and sockets at which this process listens."""
+    memory().all_reduce(torch.ones(1 << 20))
+    files = [name for name in os.listdir("/dev/shm") if "rankwise-collectives" in name]
+    opened = {os.path.basename(str(path.resolve())) for path in Path("/proc/self/fd").iterdir()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if " @rankwise-" in line]
+    return [*files, *(name for *_, flags, _, _, inode, name in lines if flags == "00010000" and f"socket:[{inode}]" in opened)]
+
+
+def test_ranks_leave_no_file_and_listen_nowhere() -> None:
+    assert on_ranks(2, left_behind) == [[]] * 2
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Of the mapped file: before and after a large tensor was reduced."""
+
+    def now() -> int:
+        parts = Path("/proc/self/smaps").read_text().split("rankwise-collectives")[1:]
+        return sum(int(part.split("Rss:")[1].split()[0]) for part in parts) << 10
+
+    memory().all_reduce(torch.ones(10))
+    before = now()
+    memory().all_reduce(torch.ones(SLOT))
+    memory().barrier()
+    return before, now()
+
+
+def test_memory_is_taken_for_what_is_sent_and_no_more_than_two_slots_of_each_rank() -> None:
+    for before, after in on_ranks(2, resident_bytes):
+        assert 0 < before < 1 << 17
+        assert after < 4 * SLOT + (1 << 17)
+
+
+# --- what goes wrong
+
+
+def mismatched(calls: Sequence[str]) -> list[Any]:
+    """What each rank calls, of which some do not match; then a collective that does."""
+    with pytest.raises(CollectiveError) as caught:
+        CALLS[calls[comm.rank()]]()
+    return [str(caught.value), comm.all_reduce(torch.ones(1)).item()]
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "4 floats": lambda: comm.all_reduce(torch.ones(2, 2)),
+    "8 floats": lambda: comm.all_reduce(torch.ones(8)),
+    "4 integers": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64)),
+    "largest": lambda: comm.all_reduce(torch.ones(4), "max"),
+    "3 million floats": lambda: comm.all_reduce(torch.ones(3_000_000)),
+    "objects": lambda: comm.all_gather_object(1),
+    "source": lambda: comm.broadcast_object(1),
+    "values": lambda: comm.broadcast([torch.ones(2)]),
+    "barrier": comm.barrier,
+}
+FOUR = "all_reduce(sum, float32[4])"
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        (["4 floats", "8 floats"], f"rank 0 calls {FOUR}, rank 1 calls all_reduce(sum, float32[8])"),
+        (["4 floats", "4 integers", "4 floats"], f"ranks 0, 2 call {FOUR}, rank 1 calls all_reduce(sum, int64[4])"),
+        (["largest", "4 floats"], f"rank 0 calls all_reduce(max, float32[4]), rank 1 calls {FOUR}"),
+        (["3 million floats", "4 floats"], f"rank 0 calls all_reduce(sum, float32[3000000]), rank 1 calls {FOUR}"),
+        (["objects", "source"], "rank 0 calls all_gather_object(), rank 1 calls broadcast_object()"),
+        (["values", "barrier"], "rank 0 calls broadcast(uint8[8]), rank 1 calls barrier()"),
+        (["barrier", "objects", "barrier"], "ranks 0, 2 call barrier(), rank 1 calls all_gather_object()"),
+    ],
+)
+def test_ranks_that_call_different_collectives_all_raise_what_each_calls(calls: list[str], told: str) -> None:
+    for text, after in on_ranks(len(calls), mismatched, calls):
+        assert text.startswith(
+            f"the ranks do not match in this collective: {told}; call the same one on all ranks, with as many"
+        )
+        assert after == len(calls)
+
+
+def interrupted() -> list[str]:
+    """An exception ends a collective of rank 0, in a signal handler for example."""
+    if comm.rank() == 0:
+
+        def end(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            comm.barrier()
+    else:
+        time.sleep(0.6)
+    told = []
+    for _ in range(2):
+        with pytest.raises(CollectiveError) as caught:
+            comm.barrier()
+        told.append(str(caught.value))
+    return told
+
+
+def test_after_an_exception_in_a_collective_no_rank_waits_for_the_other() -> None:
+    refused = "an exception has ended an earlier collective of this rank, so it can call no other"
+    first, second = on_ranks(2, interrupted)
+    assert first == [refused] * 2
+    assert second[0].startswith(
+        "rank 0 has exited, or an exception has ended its collective, while rank 1 waited for it in barrier"
+    )
+    assert second[1] == refused
+
+
+def handles_a_signal() -> tuple[int, float]:
+    handled = []
+    signal.signal(signal.SIGALRM, lambda *_: handled.append(time.monotonic()))
+    began = time.monotonic()
+    if comm.rank() == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    else:
+        time.sleep(1.0)
+    comm.barrier()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return len(handled), handled[0] - began if handled else 0.0
+
+
+def test_signals_are_handled_during_a_wait_and_do_not_end_it() -> None:
+    (number, first_s), _ = on_ranks(2, handles_a_signal)
+    assert number >= 3
+    assert first_s < 0.8
+
+
+def too_late() -> str:
+    if comm.rank() == 1:
+        time.sleep(2.5)
+    with pytest.raises(CollectiveError) as caught:
+        comm.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+    first, second, third = on_ranks(3, too_late, init={"timeout_s": 1.0})
+    for text in (first, third):
+        assert text.startswith("Timed out waiting 1 s for rank 1 in barrier; if the work between two collectives takes longer")
+    assert "(Connection closed by peer)" in second
+
+
+KILLED = """
+import os, signal, sys, time, rankwise, torch
+world = rankwise.init()
+rankwise.all_reduce(torch.ones(1))
+if world.rank == 1:
+    if sys.argv[1] == "with a child" and os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    rankwise.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    print(type(error).__name__, "after", round(time.monotonic() - began) , "s", str(error), flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "with a child"])
+def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    first, second = scripts_on_ranks(2, str(script), how)
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode == 3
+    found = re.search(
+        r"CollectiveError after (\d+) s rank 1 has exited, or .* in all_reduce \(Connection closed by peer\)", first.stdout
+    )
+    assert found is not None, first.stdout
+    assert int(found[1]) <= 3
+
+
+def in_a_forked_process() -> tuple[int, float]:
+    """A loader worker that calls a collective by mistake gets an error, and its rank continues."""
+    worker = os.fork()
+    if worker == 0:
+        with contextlib.suppress(Exception):
+            memory().barrier()
+            os._exit(5)
+        os._exit(6)
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    return status, comm.all_reduce(torch.ones(1)).item()
+
+
+def test_a_forked_process_does_not_disturb_its_rank() -> None:
+    assert on_ranks(2, in_a_forked_process) == [(6, 2.0)] * 2
+
+
+def counted() -> int:
+    before = shared_memory.begun
+    comm.barrier()
+    comm.all_reduce(torch.ones(3_000_000))
+    return shared_memory.begun - before
+
+
+def test_collectives_are_counted_as_the_agent_needs_it() -> None:
+    assert on_ranks(2, counted) == [2, 2]
