@@ -19,7 +19,7 @@ from rankwise.data import Loader
 from rankwise.dist import comm
 from rankwise.dist.guards import agreed, main_process_only, once_per_node, run_on_main, run_once_per_node
 from rankwise.dist.world import World
-from rankwise.errors import CheckpointError, ConfigError, MainProcessError
+from rankwise.errors import CheckpointError, CollectiveError, ConfigError, MainProcessError
 from rankwise.evaluation import Evaluate
 
 ONE = World(0, 1, 0, 1, 0, "test")
@@ -211,7 +211,28 @@ def patience_after_a_guard() -> timedelta:
 
 
 def test_a_guard_waits_for_years() -> None:
-    assert min(on_ranks(2, patience_after_a_guard, init={"timeout_s": 5.0})) > timedelta(days=365)
+    found = on_ranks(2, patience_after_a_guard, init={"timeout_s": 5.0, "backend": "gloo"})
+    assert min(found) > timedelta(days=365)
+
+
+def slow_work() -> tuple[str, str]:
+    """Much slower than the time limit of a collective: for one that only some ranks do, this is allowed."""
+
+    def work() -> str:
+        time.sleep(1.2)
+        return "done"
+
+    answer = run_on_main(work)
+    time.sleep(1.2 * comm.rank())
+    with pytest.raises(CollectiveError) as caught:
+        comm.barrier()
+    return answer, str(caught.value)
+
+
+def test_a_guard_in_shared_memory_waits_longer_than_other_collectives() -> None:
+    (answer, first), (other, _) = on_ranks(2, slow_work, init={"timeout_s": 0.5})
+    assert (answer, other) == ("done", "done")
+    assert first.startswith("Timed out waiting 0.5 s for rank 1 in barrier")
 
 
 def main_begins_before_the_others_are_ready() -> bool:
@@ -234,7 +255,7 @@ def main_begins_before_the_others_are_ready() -> bool:
 
 
 def test_main_begins_its_work_when_all_are_where_they_can_learn_of_its_death() -> None:
-    assert on_ranks(3, main_begins_before_the_others_are_ready) == [False] * 3
+    assert on_ranks(3, main_begins_before_the_others_are_ready, init={"backend": "gloo"}) == [False] * 3
 
 
 def post_failure(error: str) -> tuple[tuple[str, Any, str, float], Any]:

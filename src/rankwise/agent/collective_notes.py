@@ -180,9 +180,9 @@ class Distributed:
         described = {
             "all_reduce": lambda tensor, op="sum": f"{op}, {_described(tensor)}",
             "broadcast": lambda tensor, src: f"{_described(tensor)}, src {src}",
-            "all_gather_object": lambda data: "",
+            "all_gather_object": lambda data, patient=False: "",
             "gather_object": lambda data, dst: f"dst {dst}",
-            "broadcast_object": lambda data, src: f"src {src}",
+            "broadcast_object": lambda data, src, patient=False: f"src {src}",
             "barrier": lambda: "",
         }
         for name, describe in described.items():

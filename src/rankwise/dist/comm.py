@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _LAST_TENSORS_S = 0.1
 _PATIENCE = timedelta(days=3650)
+_PATIENT = object()  # for `group`: in memory that ranks share
 
 _world: World | None = None  # what init found, also for the loader workers that this process forks
 _pid = 0  # the process that called init
@@ -224,11 +225,14 @@ def check_together(what: str) -> None:
 
 
 def patient() -> Any:
-    """Collective at the first call. A process group whose collectives wait for a rank as long as it is alive: for work that
-    only some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone."""
+    """Collective at the first call. What to give as `group`, so that a collective waits for a rank as long as it is alive: for
+    work that only some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is
+    alone."""
     global _patient
     if is_alone() or not dist.is_gloo_available():
         return None
+    if _memory() is not None:
+        return _PATIENT
     if _patient[0] is not dist.group.WORLD:
         group = dist.new_group(backend="gloo")  # without this, the group would have torch's time limit of 30 minutes
         dist.barrier(group)  # no rank starts its work before all have the group: they notice if a rank dies there
@@ -379,9 +383,9 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     """Collective. Return the value of rank `src` on every rank, by pickle; the values of other ranks are ignored."""
     if is_alone():
         return value
-    if group is None and (memory := _memory()) is not None:
+    if group in (None, _PATIENT) and (memory := _memory()) is not None:
         is_mine = dist.get_rank() == src
-        data = memory.broadcast_object(pickle.dumps(value) if is_mine else b"", src)
+        data = memory.broadcast_object(pickle.dumps(value) if is_mine else b"", src, patient=group is _PATIENT)
         return value if is_mine else pickle.loads(data)
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src, group if group is not None else group_for(_CPU))
@@ -392,8 +396,8 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
     """Collective. Return the values of all ranks, in the order of ranks, by pickle."""
     if is_alone():
         return [value]
-    if group is None and (memory := _memory()) is not None:
-        return list(map(pickle.loads, memory.all_gather_object(pickle.dumps(value))))
+    if group in (None, _PATIENT) and (memory := _memory()) is not None:
+        return list(map(pickle.loads, memory.all_gather_object(pickle.dumps(value), patient=group is _PATIENT)))
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group if group is not None else group_for(_CPU))
     return values

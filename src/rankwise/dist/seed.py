@@ -149,16 +149,21 @@ class SavedStreams:
         return moved
 
 
+_idle: list[SavedStreams] = []
+"""Used by `streams_kept` before: they copy only what was drawn from since then."""
+
+
 @contextlib.contextmanager
 def streams_kept() -> Iterator[None]:
     """Afterwards all random streams are as before, also that of a GPU."""
-    saved = SavedStreams()
+    saved = _idle.pop() if _idle else SavedStreams()
     saved.save()
     of_devices = [(device, device.get_rng_state()) for _, device in _accelerators() if device.is_initialized()]
     try:
         yield
     finally:
         saved.restore()
+        _idle.append(saved)
         for device, state in of_devices:
             device.set_rng_state(state)
 

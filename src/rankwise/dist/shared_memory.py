@@ -226,17 +226,17 @@ class SharedMemory:
                 if self._rank != src:
                     piece.copy_(slots[src])
 
-    def all_gather_object(self, data: bytes) -> list[bytes]:
-        """Return the data of all ranks."""
-        return self._exchange("all_gather_object", data, range(self._ranks))
+    def all_gather_object(self, data: bytes, patient: bool = False) -> list[bytes]:
+        """Return the data of all ranks. `patient`: wait for a rank as long as it is alive."""
+        return self._exchange("all_gather_object", data, range(self._ranks), patient)
 
     def gather_object(self, data: bytes, dst: int) -> list[bytes]:
         """Return the data of all ranks on rank `dst`; an empty list on the others."""
         return self._exchange("gather_object", data, range(self._ranks) if self._rank == dst else ())
 
-    def broadcast_object(self, data: bytes, src: int) -> bytes:
-        """Return the data of rank `src`; that of the other ranks is not used."""
-        return self._exchange("broadcast_object", data if self._rank == src else b"", [src])[0]
+    def broadcast_object(self, data: bytes, src: int, patient: bool = False) -> bytes:
+        """Return the data of rank `src`; that of the other ranks is not used. `patient`: wait as long as it is alive."""
+        return self._exchange("broadcast_object", data if self._rank == src else b"", [src], patient)[0]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -245,7 +245,7 @@ class SharedMemory:
 
     # --- inside a collective
 
-    def _exchange(self, call: str, data: bytes, wanted: Sequence[int]) -> list[bytes]:
+    def _exchange(self, call: str, data: bytes, wanted: Sequence[int], patient: bool = False) -> list[bytes]:
         """The data of the wanted ranks, which need not be the same on all ranks."""
         found = [bytearray() for _ in wanted]
         start, longest = 0, 1
@@ -254,7 +254,7 @@ class SharedMemory:
                 slots = [self._first + (self._turn * self._ranks + rank) * self._slot_bytes for rank in range(self._ranks)]
                 piece = data[start : start + self._slot_bytes]
                 self._memory[slots[self._rank] : slots[self._rank] + len(piece)] = piece
-                lengths = self._enter(_CALLS.index(call) << _CALL_BITS | len(data), are_lengths=True)
+                lengths = self._enter(_CALLS.index(call) << _CALL_BITS | len(data), are_lengths=True, patient=patient)
                 for rank, whole in zip(wanted, found, strict=True):
                     whole += self._memory[slots[rank] : slots[rank] + max(0, min(lengths[rank] - start, self._slot_bytes))]
                 start, longest = start + self._slot_bytes, max(lengths)
@@ -297,34 +297,39 @@ class SharedMemory:
             self._views[key] = views = [every[: self._ranks], every[self._ranks :]]
         return views[self._turn]
 
-    def _enter(self, call: int, are_lengths: bool = False) -> list[int]:
+    def _enter(self, call: int, are_lengths: bool = False, patient: bool = False) -> list[int]:
         """Wait until all ranks have written, and compare what they call; from now on, they write into the other slots.
         `are_lengths`: the ranks may have different numbers of elements. Returns these."""
         calls = self._calls[self._turn]
         calls[self._rank] = call
-        self._wait(call)
+        self._wait(call, patient)
         self._turn = 1 - self._turn
         told = calls.tolist()
         if told.count(call) < self._ranks and (not are_lengths or len({one >> _CALL_BITS for one in told}) > 1):
             raise MismatchError(_differing(told))
         return [one & _ELEMENTS for one in told] if are_lengths else []
 
-    def _wait(self, call: int) -> None:
+    def _wait(self, call: int, patient: bool = False) -> None:
         """Return when all ranks have called this."""
         self._came[self._rank] += 1
         for to, source, who in self._rounds:
-            try:
+            has_come = b""
+            with contextlib.suppress(ConnectionError):
                 to.send(b".", socket.MSG_NOSIGNAL)
-                has_come = source.recv(1)
-            except BlockingIOError:
-                raise CollectiveError(self._too_late(call)) from None
-            except OSError:
-                has_come = b""
+                has_come = self._received(source, call, patient)
             if not has_come:
                 raise CollectiveError(
                     f"rank {who} has exited, or an exception has ended its collective, while rank {self._rank} waited for it "
                     f"in {_name(call)} (Connection closed by peer)"
                 )
+
+    def _received(self, source: socket.socket, call: int, patient: bool) -> bytes:
+        while True:
+            try:
+                return source.recv(1)
+            except BlockingIOError:
+                if not patient:
+                    raise CollectiveError(self._too_late(call)) from None
 
     def _too_late(self, call: int) -> str:
         here = self._came[self._rank]

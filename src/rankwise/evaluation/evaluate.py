@@ -191,12 +191,13 @@ class Evaluate:
 
 def _over_ranks(totals: Mapping[str, Sequence[Pair]]) -> dict[str, Total]:
     """Collective. The total of each name over all ranks. A rank without a batch has no names."""
+    if comm.is_alone():
+        return {name: Total(*map(float, _as_one(totals[name]))) for name in sorted(totals)}
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
-    nothing = torch.zeros(2, dtype=torch.float64, device="cpu")
-    rows = [_summed(totals[n]) if n in totals else nothing for n in names]
-    reduced = comm.all_reduce(torch.stack(rows)).tolist()
+    rows = [[*map(float, _as_one(totals[name]))] if name in totals else [0.0, 0.0] for name in names]  # waits for a device
+    reduced = comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device="cpu")).tolist()
     return {name: Total(*pair) for name, pair in zip(names, reduced, strict=True)}
 
 
@@ -232,14 +233,3 @@ def _as_one(pairs: Sequence[Pair]) -> Pair:
         for values in zip(*pairs, strict=True)
     )
     return total, count
-
-
-def _summed(pairs: Sequence[Pair]) -> torch.Tensor:
-    """The sums and counts of many batches, added up in float64. Waits once for a device."""
-    return torch.stack([_column(values) for values in zip(*pairs, strict=True)], 1).sum(0)
-
-
-def _column(values: Sequence[float | torch.Tensor]) -> torch.Tensor:
-    if all(isinstance(value, torch.Tensor) for value in values):
-        return torch.stack(list(values)).cpu()  # type: ignore[arg-type]
-    return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")

@@ -122,6 +122,8 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
 def _copied(value: Any) -> Any:
     """In host memory of its own: the function may overwrite its array, or return a small view of a large one."""
     if isinstance(value, torch.Tensor):
+        if value.is_cpu:
+            return value.clone(memory_format=torch.contiguous_format)  # without a graph: gradients are off here
         return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, np.ndarray):
         return value.copy()

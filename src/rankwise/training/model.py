@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -32,12 +32,16 @@ def check_unwrapped(model: nn.Module) -> None:
         )
 
 
-@torch.no_grad()
 def give_own_elements(model: nn.Module) -> None:
     """Give expanded tensors (`torch.zeros(1).expand(4)`) memory for each element, as `model.to` of an accelerator does: torch
     copies nothing into one that has not, neither rank 0's values nor those of a checkpoint."""
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if is_lazy(tensor) or tensor.layout != torch.strided:
+    _give_own_elements(itertools.chain(model.parameters(), model.buffers()))
+
+
+@torch.no_grad()
+def _give_own_elements(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if is_lazy(tensor) or tensor.layout != torch.strided or 0 not in tensor.stride():
             continue
         if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             tensor.set_(tensor.clone(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
@@ -124,7 +128,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def buffers_kept(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced. Yields
     their values now, by the `id` of the buffer."""
-    give_own_elements(model)
+    _give_own_elements(model.buffers())
     kept = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
     values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     try:
