@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from environments import openmpi
+from launched import wait_for
 from ranks import RankError, on_ranks, torchrun
 
 from rankwise.data import Loader
@@ -219,13 +220,15 @@ def slow_work() -> tuple[str, str]:
     """Much slower than the time limit of a collective: for one that only some ranks do, this is allowed."""
 
     def work() -> str:
-        time.sleep(1.2)
+        time.sleep(1.2)  # the work itself
         return "done"
 
     answer = run_on_main(work)
-    time.sleep(1.2 * comm.rank())
+    if comm.rank() == 1:
+        wait_for(Path("late").exists, "rank 0 to give up")
     with pytest.raises(CollectiveError) as caught:
         comm.barrier()
+    Path("late").touch()
     return answer, str(caught.value)
 
 

@@ -323,10 +323,14 @@ _CARRIER = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 def add(tensor: torch.Tensor) -> None:
     """Collective. Sum a contiguous tensor in place over all ranks: `all_reduce` without its checks, for each step."""
+    _reduce(tensor, "sum")
+
+
+def _reduce(tensor: torch.Tensor, op: str) -> None:
     if tensor.is_cpu and (memory := _memory()) is not None:
-        memory.all_reduce(tensor)
+        memory.all_reduce(tensor, op)
     else:
-        dist.all_reduce(tensor, group=group_for(tensor.device))
+        dist.all_reduce(tensor, _OPS[op], group_for(tensor.device))
 
 
 @takes(tensor=instance(torch.Tensor, "a tensor: torch.tensor([loss])"), op=one_of(*_OPS))
@@ -347,11 +351,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     values = tensor.detach()
     sent_as = torch.float32 if op == "mean" and values.dtype is torch.float16 else _CARRIER.get(values.dtype, values.dtype)
     carrier = values.to(sent_as).contiguous()  # a sum of float16 may overflow although the mean does not
-    memory = _memory() if carrier.is_cpu else None
-    if memory is not None:
-        memory.all_reduce(carrier, "sum" if op == "mean" else op)
-    else:
-        dist.all_reduce(carrier, _OPS[op], group_for(carrier.device))
+    _reduce(carrier, "sum" if op == "mean" else op)
     if op == "mean":
         carrier.div_(dist.get_world_size())
     if carrier is not values:

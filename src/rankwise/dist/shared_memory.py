@@ -358,12 +358,10 @@ def _packed(call: str, flat: torch.Tensor) -> int:
 
 def _differing(told: Sequence[int]) -> str:
     """What the ranks call, in words."""
-    ranks: dict[int, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(told):
-        ranks.setdefault(call, []).append(rank)
-    calls = (
-        f"{numbered('rank', who, 4)} {'call' if len(who) > 1 else 'calls'} {_in_words(call)}" for call, who in ranks.items()
-    )
+        ranks.setdefault(_in_words(call), []).append(rank)
+    calls = (f"{numbered('rank', who, 4)} {'call' if len(who) > 1 else 'calls'} {words}" for words, who in ranks.items())
     return (
         f"the ranks do not match in this collective: {listed(calls, 4)}; call the same one on all ranks, with as many elements "
         "of the same dtype (rankwise run --check-collectives shows the lines)"

@@ -191,13 +191,15 @@ class Evaluate:
 
 def _over_ranks(totals: Mapping[str, Sequence[Pair]]) -> dict[str, Total]:
     """Collective. The total of each name over all ranks. A rank without a batch has no names."""
+    mine = {name: Total(*map(float, _as_one(pairs))) for name, pairs in totals.items()}  # waits for a device
     if comm.is_alone():
-        return {name: Total(*map(float, _as_one(totals[name]))) for name in sorted(totals)}
+        return dict(sorted(mine.items()))
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
-    rows = [[*map(float, _as_one(totals[name]))] if name in totals else [0.0, 0.0] for name in names]  # waits for a device
-    reduced = comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device="cpu")).tolist()
+    rows = [mine.get(name, Total(0.0, 0.0)) for name in names]
+    sums = torch.tensor([[row.sum, row.count] for row in rows], dtype=torch.float64, device="cpu")
+    reduced = comm.all_reduce(sums).tolist()
     return {name: Total(*pair) for name, pair in zip(names, reduced, strict=True)}
 
 
