@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
 from launched import launch, wait_for
+
+import rankwise
 
 __all__ = ["launch"]  # a fixture
 
@@ -27,6 +31,25 @@ def test_the_late_rank_is_named_and_those_that_wait_for_it(launch) -> None:
     assert "rank 0 waits in all_reduce at script.py:8" in line
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
+
+
+def test_names_that_are_not_ascii_are_told_as_they_are(launch, tmp_path: Path) -> None:
+    """Of a folder, a module and a function."""
+    folder = tmp_path / "mes dépôts"
+    folder.mkdir()
+    (folder / "rankwise").symlink_to(Path(rankwise.__file__).parent)  # its own frames must be found as well
+    (tmp_path / "entraînement.py").write_text("import time\ndef préparer():\n    time.sleep(600)\n")
+    run = launch(
+        TOGETHER.replace("FAULT", "import entraînement; entraînement.préparer()"),
+        options=("--nproc", "3", "--stall-warn", "1"),
+        env={**os.environ, "PYTHONPATH": f"{folder}"},
+    )
+    line = wait_for(lambda: [line for line in run.output().splitlines() if "no progress for" in line], "a verdict")[0]
+    assert "rank 1 is at entraînement.py:3 in préparer (idle" in line
+    assert "rank 0 waits in all_reduce at script.py:8" in line
+    os.kill(run.run.attempts()[-1].pids[1], signal.SIGSEGV)
+    assert run.wait() == 139
+    assert "rank 1 was killed by SIGSEGV (entraînement.py:3)" in run.output()
 
 
 def test_a_rank_that_exits_early_is_named_with_the_collective_in_which_another_waited(launch) -> None:

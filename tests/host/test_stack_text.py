@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rankwise
-from rankwise.host.stack_text import shortened
+from rankwise.host.stack_text import shortened, unescaped
 
 OURS = Path(rankwise.__file__).parent
 
@@ -47,3 +47,10 @@ def test_a_traceback_keeps_the_frames_of_rankwise_from_which_the_error_comes(rai
     assert shortened(BEGIN + raised + ERROR) == BEGIN + raised + ERROR
     both = BEGIN + raised + ERROR + "\nThe above exception was the direct cause of the following exception:\n\n"
     assert shortened(both + BEGIN + raised + ERROR) == both + BEGIN + raised + ERROR
+
+
+def test_names_in_what_the_fault_handler_prints_are_as_they_were_written() -> None:
+    written = '  File "/mes d\\xe9p\\xf4ts/\\u8bad\\u7ec3.py", line 7 in \\U0001d453_\\u0394\n'
+    assert unescaped(written) == '  File "/mes dépôts/训练.py", line 7 in 𝑓_Δ\n'  # noqa: RUF001
+    no_text = '  File "/broken\\udce9.py", line 7 in f\n'
+    assert unescaped(no_text) == no_text

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.host.stack_text import is_of_a_collective, is_the_users
+from rankwise.host.stack_text import is_of_a_collective, is_the_users, unescaped
 from rankwise.host.terminal import typed
 from rankwise.host.text import count, listed
 
@@ -84,7 +84,7 @@ def _stack_of(log: str) -> list[tuple[str, str, str]]:
     may be one of a library: then those of the main thread, which is printed last."""
     threads = _THREAD.findall("".join(log.split("Fatal Python error")[1:][-1:]))
     stacks = [stack for title, stack in threads if title == "Current thread"] or [stack for _, stack in threads]
-    return _OF_STACK.findall(stacks[-1]) if stacks else []
+    return _OF_STACK.findall(unescaped(stacks[-1])) if stacks else []
 
 
 def _of_sizes(checked: bool) -> str:

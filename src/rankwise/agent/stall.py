@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rankwise.agent.rank_processes import Rank, RankProcesses
 from rankwise.host import processes
-from rankwise.host.stack_text import is_in_collectives, is_of_a_collective
+from rankwise.host.stack_text import is_in_collectives, is_of_a_collective, unescaped
 from rankwise.host.text import listed
 from rankwise.run.directory import RunDir
 
@@ -322,6 +322,6 @@ class StallWatch:
         try:
             with open(self._run.stacks(rank.rank), errors="replace") as file:
                 file.seek(offset, os.SEEK_SET)
-                return file.read()
+                return unescaped(file.read())
         except OSError:
             return ""

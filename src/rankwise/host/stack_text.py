@@ -13,7 +13,13 @@ from rankwise.host.text import count
 
 _OURS = f"{Path(__file__).parents[1]}/"
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u(?!d[89a-f])([0-9a-f]{4})|U([0-9a-f]{8}))")  # but no halves of a pair
 _STACK = re.compile(r'(?:^  File ".+", line \d+, in .+\n(?:    .*\n)*)+', re.MULTILINE)
+
+
+def unescaped(dump: str) -> str:
+    """What Python's fault handler printed, with the names of files and functions as they are: it writes é as \\xe9."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), dump)
 
 
 def is_the_users(file: str) -> bool:
