@@ -13,6 +13,7 @@
 The loops run in this process and take turns of 40 steps (fewer with large models). They use the same model, dataset, batch size
 per rank, fused optimizer and threads. By default the model is tiny (MLP 16-32-4, 16 samples), so that nothing hides the cost of
 the loop itself; the large ones are eight square layers with 16 samples, so that gradients and parameters take most of a step.
+The Trainer saves once per second of its own time; with the large models (up to 1.2 GB) every 300 s, which is its default.
 `plain` uses torch's DataLoader as its documentation does (on several ranks DDP, with gradient_as_bucket_view), `best` takes its
 batches from two tensors by index_select, which no dataset of a class can reach. `floor` is a bare loop of the calls that the
 Trainer's promises need: read the batch without a change of the random streams, sum the loss, add gradients and counts of the
@@ -106,6 +107,8 @@ class Case(NamedTuple):
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     log_every: int = 50
     precision: str = "fp32"
+    save_every_s: float | None = None
+    """None: about a second of the Trainer's own time per save."""
 
 
 def square(width: int, turns: int) -> Case:
@@ -114,7 +117,7 @@ def square(width: int, turns: int) -> Case:
         model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    return Case(Rows(512, width, width), parts, turn=2, turns=turns)
+    return Case(Rows(512, width, width), parts, turn=2, turns=turns, save_every_s=300)
 
 
 def gpt(batch: int = 32, precision: str = "fp32", **sizes: int) -> Case:
@@ -279,7 +282,7 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
     turns.over("floor")
 
 
-def trainer_loop(turns: Turns, world, case: Case, folder: str, save_every_s: float) -> None:
+def trainer_loop(turns: Turns, world, case: Case, folder: str) -> None:
     hand_over = lambda state: turns.after_step("Trainer", state.step)  # noqa: E731
     turns.wait("Trainer")
     model, optimizer = case.parts()
@@ -287,7 +290,7 @@ def trainer_loop(turns: Turns, world, case: Case, folder: str, save_every_s: flo
         model, optimizer, case.step_fn, case.data, batch_size=case.batch, max_steps=turns.steps, clip_norm=case.clip_norm,
         precision=case.precision, scheduler=case.schedule(optimizer) if case.schedule else None, run_dir=folder,
         actions=[rankwise.actions.Log(every_steps=case.log_every), hand_over],
-        checkpoints=rankwise.Checkpoints(every_s=save_every_s),
+        checkpoints=rankwise.Checkpoints(every_s=case.save_every_s if case.save_every_s is not None else len(turns.names)),
     )  # fmt: skip
     trainer.fit(fresh=True)  # the last turn includes the end: its collectives must not meet those of the other loops
     turns.over("Trainer")
@@ -317,15 +320,13 @@ def main() -> None:
     on_cpu = rankwise.local_device(world).type == "cpu"
     names += ["floor"] if case.parts is tiny and on_cpu else []
     if args.alone:
-        case, names = case._replace(turns=5), [args.alone]
+        case, names = case._replace(turns=5, save_every_s=3600), [args.alone]  # it saves only at the end
     turns = Turns(names, case)
-    # Among others, about a second of the Trainer's own time per save. Alone, only at the end.
-    with_trainer = partial(trainer_loop, folder=folder, save_every_s=3600 if args.alone else len(names))
     by_name = {
         "plain": partial(by_hand, "plain"),
         "best": partial(by_hand, "best"),
         "floor": bare_promises,
-        "Trainer": with_trainer,
+        "Trainer": partial(trainer_loop, folder=folder),
     }
     # No loop in the main thread: there malloc returns memory to the kernel, and takes it again, more often (3 to 5 % of gpt).
     threads = [threading.Thread(target=or_exit, args=(by_name[name], turns, world, case)) for name in names]
