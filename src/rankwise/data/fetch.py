@@ -183,10 +183,14 @@ def collate(samples: Any) -> Any:
     elif kind is np.ndarray:
         if first.dtype.kind in "biufc":
             return torch.stack([torch.as_tensor(sample, device="cpu") for sample in samples])
-    elif kind in (tuple, dict) and {*map(type, samples)} == {kind} and {*map(len, samples)} == {len(first)}:
-        if kind is tuple:
-            return [collate(field) for field in zip(*samples, strict=True)]
+    elif kind is dict:
         return {key: collate([sample[key] for sample in samples]) for key in first}
+    elif kind is tuple:
+        try:
+            fields = list(zip(*samples, strict=True))
+        except (ValueError, TypeError):
+            return default_collate(samples)  # raises its own error: their lengths differ, or one has none
+        return list(map(collate, fields))
     return default_collate(samples)
 
 
