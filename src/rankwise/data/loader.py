@@ -138,7 +138,7 @@ class Loader:
         """The number of samples that all ranks have taken since this loader was created."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
-        self._indices: Sequence[Any] = []
+        self._indices: Sequence[Sequence[int] | Indices] = []
         self._uneven: str | None = None
         if self._order is None:
             self._workers.check(draws_nothing=False)
@@ -305,9 +305,9 @@ class Loader:
         return [some.tolist() if isinstance(some, np.ndarray) else list(some) for some in self._indices]
 
     @property
-    def index_arrays(self) -> list[Indices]:
-        """The same, as int64 arrays."""
-        return [np.asarray(some, dtype=np.int64) for some in self._indices]
+    def samples_read(self) -> Sequence[Sequence[int] | Indices]:
+        """The same, as they are: arrays, or sequences of numbers."""
+        return self._indices
 
     @property
     def finished(self) -> bool:

@@ -162,9 +162,9 @@ class Evaluate:
                 for micro_batches in batches if batches is not None else self.loader:
                     for batch in micro_batches:
                         number += 1
-                        for name, (total, count) in self._figures_of(looked_at, batch).items():
+                        for name, pair in self._figures_of(looked_at, batch).items():
                             kept = totals.setdefault(name, [])
-                            kept.append((_kept(total, name), _kept(count, name)))
+                            kept.append(_kept_pair(pair, name))
                             if len(kept) == _MOST_KEPT:
                                 kept[:] = [_as_one(kept)]
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
@@ -183,9 +183,6 @@ class Evaluate:
             return {}
         if not isinstance(figures, Mapping):
             raise _no_figures(type(figures).__name__)
-        for name, pair in figures.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is not a pair")
         return figures
 
 
@@ -208,6 +205,13 @@ def _no_figures(what: str) -> StepError:
         f"the function of Evaluate returned {what}; return a mapping of pairs: "
         '{"loss": (loss_sum, count), "accuracy": (correct, count)}'
     )
+
+
+def _kept_pair(pair: Any, name: str) -> Pair:
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise _no_figures(f"{type(pair).__name__} for {name!r}, which is not a pair")
+    total, count = pair
+    return _kept(total, name), _kept(count, name)
 
 
 def _kept(value: Any, name: str) -> float | torch.Tensor:

@@ -27,7 +27,7 @@ _LOADER = instance(Loader, "a rankwise.Loader(dataset, global_batch_size=..., ma
 _ARRAYS = (torch.Tensor, np.ndarray)
 _ROUND = 32  # steps whose predictions are sent together
 
-Part = tuple[Indices, Any]
+Part = tuple[Sequence[int] | Indices, Any]
 """Indices of samples, and their rows."""
 
 
@@ -76,7 +76,7 @@ def predict(
     precision = precision or Precision()
     with evaluating(model), torch.no_grad(), precision.autocast():
         for number, micro_batches in enumerate(loader, start=1):
-            for batch, indices in zip(micro_batches, loader.index_arrays, strict=True):
+            for batch, indices in zip(micro_batches, loader.samples_read, strict=True):
                 mine.append((indices, _rows(predict_fn(model, batch), len(indices))))
             if number % _ROUND == 0:
                 pass_on()
@@ -138,7 +138,7 @@ def _copied(value: Any) -> Any:
 
 def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
     """The indices in order, and their rows in the same order."""
-    indices = np.concatenate([some for some, _ in parts])
+    indices = np.concatenate([np.asarray(some, dtype=np.int64) for some, _ in parts])
     rows = [some for _, some in parts]
     if bool((indices[1:] >= indices[:-1]).all()):  # usual on one rank
         return indices, _put_together(rows, None)
@@ -149,8 +149,9 @@ def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
 def _put_together(parts: Sequence[Any], order: Indices | None, where: str = "") -> Any:
     """The rows of several batches together, in `order`; None: as they are."""
     first = parts[0]
-    if len({(type(part), _shape(part)) for part in parts}) > 1:
-        kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
+    found = {(type(part), _shape(part)) for part in parts}
+    if len(found) > 1:
+        kinds = sorted(f"{kind.__name__} {tuple(shape) if isinstance(shape, tuple) else shape}" for kind, shape in found)
         raise StepError(
             f"predict_fn returned different shapes or types for different batches{where and f', in {where}'}: "
             f"{' and '.join(kinds[:3])}; return rows of uneven length as a list, one per sample: list(rows), or "
@@ -173,7 +174,7 @@ def _put_together(parts: Sequence[Any], order: Indices | None, where: str = "") 
 def _shape(part: Any) -> Any:
     """What must be equal in all batches."""
     if isinstance(part, _ARRAYS):
-        return tuple(part.shape[1:])
+        return part.shape[1:]
     if isinstance(part, dict):
         return tuple(sorted(map(repr, part)))
     return len(part) if isinstance(part, tuple) else ()

@@ -128,9 +128,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def buffers_kept(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     """Afterwards the buffers are the same objects with the same values, also those that a forward pass has replaced. Yields
     their values now, by the `id` of the buffer."""
-    _give_own_elements(model.buffers())
     kept = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
-    values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    buffers = {id(buffer): buffer for _, _, buffer in kept}
+    _give_own_elements(buffers.values())
+    values = {key: buffer.detach().clone() for key, buffer in buffers.items()}
     try:
         yield values
     finally:
