@@ -150,6 +150,30 @@ def test_a_loop_over_epochs_around_the_loop_over_the_loader_is_a_warning(capsys:
     assert "a loop over a Loader got no batch, because its max_epochs=1 were over" in capsys.readouterr().out
 
 
+def test_a_loop_begins_with_a_warning_if_the_script_has_looked_at_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = Loader(Items(8), global_batch_size=4, shuffle=False)
+    assert [batch.tolist() for batch in next(iter(loader.once()))] == [[0, 1, 2, 3]]
+    assert [batch.tolist() for batch in next(iter(loader))] == [[0, 1, 2, 3]]
+    assert capsys.readouterr().out == ""
+    assert [batch.tolist() for batch in next(iter(loader))] == [[4, 5, 6, 7]]
+    said = capsys.readouterr().out
+    assert "an earlier loop over this Loader has ended after its first step, so this one begins after these 4 samples" in said
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_loop_that_continues_another_one_begins_without_a_warning(capsys: pytest.CaptureFixture[str], steps: int) -> None:
+    loader = Loader(Items(8), global_batch_size=4, shuffle=False)
+    for _ in itertools.islice(loader, steps):
+        pass
+    state = loader.state_dict()
+    next(iter(loader))
+    resumed = Loader(Items(8), global_batch_size=4, shuffle=False)
+    next(iter(resumed))
+    resumed.load_state_dict({**state, "epoch": 0, "position": 4})  # a checkpoint after the first step
+    next(iter(resumed))
+    assert capsys.readouterr().out == ""
+
+
 def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     assert flat(all_of(Items(13), 2, shuffle=False)) == list(range(13))
 

@@ -259,14 +259,15 @@ class _Copy:
         self.model = self._twin.model
         with self._twin:
             self.sync = trainer.new_sync(self.model, self._twin.optimizer)
-        self._loader = trainer.loader.anew(trainer.world, trainer.loader.accumulate)
+        loader = trainer.loader.anew(trainer.world, trainer.loader.accumulate)
+        self._batches = iter(loader)
         self._forward = trainer.forward
-        parts = {"sync": self.sync, "model": self.model, "optimizer": self._twin.optimizer, "loader": self._loader}
+        parts = {"sync": self.sync, "model": self.model, "optimizer": self._twin.optimizer, "loader": loader}
         self._parts: dict[str, Any] = parts | ({"scheduler": self._scheduler} if self._scheduler is not None else {})
 
     def step(self) -> None:
         """Collective. One step with the next batch of the loader."""
-        micro_batches = next(iter(self._loader))
+        micro_batches = next(self._batches)
         with self._twin:
             for i, batch in enumerate(micro_batches, start=1):
                 self.sync.backward(*self._forward(self.model, batch), last=i == len(micro_batches))

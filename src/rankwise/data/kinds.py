@@ -14,7 +14,6 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from rankwise.data.order import Indices, whole_numbers
-from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import shown
 
@@ -197,11 +196,3 @@ def check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last:
         raise ConfigError(f"batches=... cannot be used with a stream ({type(stream).__name__}); give global_batch_size instead")
     if batches is not None and drop_last:
         raise ConfigError("drop_last works only with batch_size or global_batch_size; remove it")
-
-
-def warn_of_end(epochs: int | None) -> None:
-    """For another loop over a Loader that has done all its epochs."""
-    log.warning_once(
-        f"a loop over a Loader got no batch, because its max_epochs={epochs} were over: one loop does all epochs, so remove "
-        "the loop around it, and give the number of all epochs as max_epochs"
-    )

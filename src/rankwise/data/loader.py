@@ -24,7 +24,8 @@ from rankwise.data.ahead import announced, how_far
 from rankwise.data.arguments import BATCHES, MOVED, STATE
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher
-from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split, warn_of_end
+from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
+from rankwise.data.loops import warn_of_end, warn_of_look
 from rankwise.data.order import SHUFFLE, Blocks, Indices, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.prefetch import Kept, Workers, fetched
@@ -139,6 +140,8 @@ class Loader:
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
         self._indices: Sequence[Sequence[int] | Indices] = []
+        self._looked_at: tuple[int, int] | None = None
+        """Epoch and position after the first loop, if it ended after one step."""
         self._uneven: str | None = None
         if self._order is None:
             self._workers.check(draws_nothing=False)
@@ -315,8 +318,14 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
-        with is_used(self, "position", "a resumed run would read its data from the start"):
-            yield from self._left()
+        if self._looked_at == (self.epoch, self.position):
+            warn_of_look(self.position)
+        is_first = self.taken == 0
+        try:
+            with is_used(self, "position", "a resumed run would read its data from the start"):
+                yield from self._left()
+        finally:
+            self._looked_at = (self.epoch, self.position) if is_first and self._steps == 1 else None
 
     def _left(self) -> Iterator[list[Any]]:
         if self._world.world_size > 1:
@@ -458,6 +467,7 @@ class Loader:
     @takes(state=STATE)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
+        self._looked_at = None
         if (own := self._in_own_blocks) and (order := in_blocks_of(own, state["shuffle"])) is not own:
             log.say(f"resuming with the checkpoint's shuffle, {order.shuffle}, instead of {own.shuffle}")
             self._order = order
