@@ -49,6 +49,12 @@ def test_a_single_rank_has_no_prefix() -> None:
     assert said() == ["a\nb\n", "a\nb\n", "a 1 None\n", "\n", "a 1\n", "warning: c\n", "warning: d\n"]
 
 
+def test_a_line_is_lost_once_the_script_has_closed_its_output() -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        out.close()
+        log.say("a")
+
+
 def warned() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for _ in range(3):
@@ -104,6 +110,7 @@ def test_a_line_is_printed_also_where_the_environment_speaks_half(
 
 class Broken(io.StringIO):
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
 
     def write(self, text: str) -> int:

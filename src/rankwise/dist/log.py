@@ -8,6 +8,7 @@ log.get_logger(__name__).info("loaded")       # the same for Python's logging
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -22,7 +23,9 @@ _warned: set[str] = set()
 @takes(values=ANYTHING, force=FLAG)
 def say(*values: object, force: bool = False) -> None:
     """Print on the main rank, like `print(*values)`; with `force` on every rank that calls this, with the prefix `[rank k]` on
-    each line. A line for which the disk has no space is lost."""
+    each line. A line for which the disk has no space is lost, and one after the script has closed its output."""
+    if getattr(sys.stdout, "closed", False):
+        return
     text = " ".join(map(str, values))
     rank, several = _here()
     try:
