@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 from collections.abc import Iterator
 from threading import Event
 from typing import Any
@@ -148,6 +149,35 @@ def test_a_loop_over_epochs_around_the_loop_over_the_loader_is_a_warning(capsys:
     assert capsys.readouterr().out == ""
     assert list(loader) == []
     assert "a loop over a Loader got no batch, because its max_epochs=1 were over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (len, "a Loader has no len(): loader.steps_per_epoch is the number of steps of an epoch"),
+        (lambda loader: loader.dataset, "a Loader has no dataset: loader.samples is its number of samples"),
+        (lambda loader: loader.batch_size, "a Loader has no batch_size: loader.global_batch_size is"),
+        (lambda loader: loader.sampler.set_epoch(1), "a Loader has no sampler: a Loader shuffles by itself"),
+        (lambda loader: loader.set_epoch(1), "a Loader has no set_epoch: a Loader shuffles by itself"),
+        (lambda loader: loader.nothing, "'Loader' object has no attribute 'nothing'"),
+    ],
+)
+def test_what_only_a_dataloader_has_is_an_error_that_says_what_to_write_instead(ask: Any, said: str) -> None:
+    loader = Loader(Items(8), global_batch_size=4)
+    assert loader
+    assert not hasattr(loader, "dataset")
+    with pytest.raises((AttributeError, TypeError), match=re.escape(said)):
+        ask(loader)
+
+
+class Unfinished(Items):
+    def __len__(self) -> int:
+        return self.missing  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_attribute_error_of_the_dataset_is_not_hidden() -> None:
+    with pytest.raises(AttributeError, match="'Unfinished' object has no attribute 'missing'"):
+        _ = Loader(Unfinished(8), global_batch_size=4).steps_per_epoch
 
 
 def test_a_loop_begins_with_a_warning_if_the_script_has_looked_at_a_batch(capsys: pytest.CaptureFixture[str]) -> None:

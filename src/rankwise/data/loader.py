@@ -24,8 +24,8 @@ from rankwise.data.ahead import announced, how_far
 from rankwise.data.arguments import BATCHES, MOVED, STATE
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher
+from rankwise.data.habits import NoDataLoader, warn_of_end, warn_of_look
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
-from rankwise.data.loops import warn_of_end, warn_of_look
 from rankwise.data.order import SHUFFLE, Blocks, Indices, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.prefetch import Kept, Workers, fetched
@@ -40,7 +40,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, one_of, takes
 
 
-class Loader:
+class Loader(NoDataLoader):
     """Iterates over optimizer steps. Each step is a list of this rank's micro-batches, empty if the rank has no sample.
 
     `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples, or
