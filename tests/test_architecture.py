@@ -355,8 +355,11 @@ def test_every_public_name_resolves_and_the_type_checker_sees_the_same_names() -
     block = next(n for n in tree.body if isinstance(n, ast.If))
     shown = sorted(alias.asname or "" for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names)
     assert shown == rankwise.__all__
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         _ = rankwise.nothing
+    for wrong, name in (("Trainr", "Trainer"), ("AllReduced", "AllReduce"), ("allreduce", "all_reduce")):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{wrong}'; did you mean {name}\?$"):
+            getattr(rankwise, wrong)
 
 
 def test_the_public_names_are_few_and_each_has_a_docstring() -> None:

@@ -115,7 +115,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_MOVED_TO[name]), name)
     if name in _PACKAGES:
         return import_module(f"rankwise.{name}")
-    raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
+    near = [] if name.startswith("_") else import_module("difflib").get_close_matches(name, __all__, n=1)
+    raise AttributeError(f"module 'rankwise' has no attribute {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def __dir__() -> list[str]:
