@@ -172,7 +172,7 @@ def test_what_only_a_dataloader_has_is_an_error_that_says_what_to_write_instead(
 
 class Unfinished(Items):
     def __len__(self) -> int:
-        return self.missing  # type: ignore[attr-defined, no-any-return]
+        raise AttributeError("'Unfinished' object has no attribute 'missing'")
 
 
 def test_an_attribute_error_of_the_dataset_is_not_hidden() -> None:

@@ -50,7 +50,7 @@ def test_a_traceback_keeps_the_frames_of_rankwise_from_which_the_error_comes(rai
 
 
 def test_names_in_what_the_fault_handler_prints_are_as_they_were_written() -> None:
-    written = '  File "/mes d\\xe9p\\xf4ts/\\u8bad\\u7ec3.py", line 7 in \\U0001d453_\\u0394\n'
-    assert unescaped(written) == '  File "/mes dépôts/训练.py", line 7 in 𝑓_Δ\n'  # noqa: RUF001
+    written = '  File "/mes d\\xe9p\\xf4ts/\\u8bad\\u7ec3.py", line 7 in \\U00020000_\\u0394\n'
+    assert unescaped(written) == '  File "/mes dépôts/训练.py", line 7 in 𠀀_Δ\n'
     no_text = '  File "/broken\\udce9.py", line 7 in f\n'
     assert unescaped(no_text) == no_text
