@@ -8,19 +8,22 @@ import random
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launched import wait_for
 from ranks import on_ranks, scripts_on_ranks, torchrun
 
 from rankwise.dist import comm, shared_memory
 from rankwise.dist.shared_memory import SharedMemory
-from rankwise.errors import CollectiveError
+from rankwise.errors import CollectiveError, ConfigError
 
 SLOT = shared_memory._LARGEST_SLOT
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -218,6 +221,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "socket": (shared_memory, "_listen"),
     "address space": (shared_memory.mmap, "mmap"),
     "host": (shared_memory.network, "home"),
+    "hello": (socket, "send_fds"),
 }
 
 
@@ -229,16 +233,16 @@ def test_if_one_rank_cannot_share_memory_no_rank_does_and_nobody_waits(name: str
 
 def connected_again() -> list[Any]:
     """After a new process group, and with sockets that have a time limit by default."""
-    first = memory()
+    connection = memory()._rounds[0].to
     socket.setdefaulttimeout(0.05)
     comm._shared = None, None
     again = memory()
     time.sleep(0.3 * comm.rank())
-    return [first is again, kind(), len(again.all_gather_object(b""))]
+    return [connection.fileno(), kind(), len(again.all_gather_object(b""))]
 
 
 def test_ranks_can_connect_again_and_wait_longer_than_the_default_of_their_sockets() -> None:
-    assert on_ranks(3, connected_again) == [[False, ("SharedMemory", 3), 3]] * 3
+    assert on_ranks(3, connected_again) == [[-1, ("SharedMemory", 3), 3]] * 3
 
 
 def left_behind() -> list[str]:
@@ -292,7 +296,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "3 million floats": lambda: comm.all_reduce(torch.ones(3_000_000)),
     "objects": lambda: comm.all_gather_object(1),
     "source": lambda: comm.broadcast_object(1),
+    "last source": lambda: comm.broadcast_object(1, src=1),
+    "gather": lambda: comm.gather_object(1),
+    "last gather": lambda: comm.gather_object(1, dst=1),
     "values": lambda: comm.broadcast([torch.ones(2)]),
+    "last values": lambda: comm.broadcast([torch.ones(2)], src=1),
     "barrier": comm.barrier,
 }
 FOUR = "all_reduce(sum, float32[4])"
@@ -305,9 +313,12 @@ FOUR = "all_reduce(sum, float32[4])"
         (["4 floats", "4 integers", "4 floats"], f"ranks 0, 2 call {FOUR}, rank 1 calls all_reduce(sum, int64[4])"),
         (["largest", "4 floats"], f"rank 0 calls all_reduce(max, float32[4]), rank 1 calls {FOUR}"),
         (["3 million floats", "4 floats"], f"rank 0 calls all_reduce(sum, float32[3000000]), rank 1 calls {FOUR}"),
-        (["objects", "source"], "rank 0 calls all_gather_object(), rank 1 calls broadcast_object()"),
-        (["values", "barrier"], "rank 0 calls broadcast(uint8[8]), rank 1 calls barrier()"),
+        (["objects", "source"], "rank 0 calls all_gather_object(), rank 1 calls broadcast_object(src=0)"),
+        (["values", "barrier"], "rank 0 calls broadcast(uint8[8], src=0), rank 1 calls barrier()"),
         (["barrier", "objects", "barrier"], "ranks 0, 2 call barrier(), rank 1 calls all_gather_object()"),
+        (["source", "last source"], "rank 0 calls broadcast_object(src=0), rank 1 calls broadcast_object(src=1)"),
+        (["last values", "values"], "rank 0 calls broadcast(uint8[8], src=1), rank 1 calls broadcast(uint8[8], src=0)"),
+        (["gather", "last gather"], "rank 0 calls gather_object(dst=0), rank 1 calls gather_object(dst=1)"),
     ],
 )
 def test_ranks_that_call_different_collectives_all_raise_what_each_calls(calls: list[str], told: str) -> None:
@@ -319,16 +330,17 @@ def test_ranks_that_call_different_collectives_all_raise_what_each_calls(calls: 
 
 
 def interrupted() -> list[str]:
-    """An exception ends a collective of rank 0, in a signal handler for example."""
+    """Exceptions end a collective of rank 0: a second Ctrl-C, for example."""
     if comm.rank() == 0:
 
         def end(*_: Any) -> None:
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         Path("interrupted").touch()
     else:
         wait_for(Path("interrupted").exists, "the interrupt")
@@ -340,7 +352,7 @@ def interrupted() -> list[str]:
     return told
 
 
-def test_after_an_exception_in_a_collective_no_rank_waits_for_the_other() -> None:
+def test_after_a_second_exception_in_a_collective_no_rank_waits_for_the_other() -> None:
     refused = "an exception has ended an earlier collective of this rank, so it can call no other"
     first, second = on_ranks(2, interrupted)
     assert first == [refused] * 2
@@ -348,6 +360,80 @@ def test_after_an_exception_in_a_collective_no_rank_waits_for_the_other() -> Non
         "rank 0 has exited, or an exception has ended its collective, while rank 1 waited for it in barrier"
     )
     assert second[1] == refused
+
+
+@contextlib.contextmanager
+def interrupts(error: BaseException, every_s: float = 0.3) -> Iterator[None]:
+    """A signal handler raises the error, once in this time. The file tells the other ranks."""
+
+    def raise_it(*_: Any) -> None:
+        Path("interrupted").touch()
+        raise error
+
+    signal.signal(signal.SIGALRM, raise_it)
+    signal.setitimer(signal.ITIMER_REAL, every_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def interrupted_once(error: BaseException) -> list[Any]:
+    """Rank 0, while it waits; the others come later."""
+    total = torch.ones(1)
+    if comm.rank() == 0:
+        with interrupts(error), pytest.raises(type(error), match="of a handler"):
+            comm.all_reduce(total)
+    else:
+        wait_for(Path("interrupted").exists, "the interrupt")
+        comm.all_reduce(total)
+    return [total.item(), comm.all_gather_object(comm.rank())]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ConnectionError, RuntimeError])
+def test_an_exception_of_a_signal_handler_is_raised_when_its_collective_is_complete(error: type[BaseException]) -> None:
+    assert on_ranks(3, interrupted_once, error("of a handler")) == [[3.0, [0, 1, 2]]] * 3
+
+
+def left_for_another() -> list[Any]:
+    """Rank 0 is interrupted while it waits; rank 1 was so before it came, and is in the collective that both call then."""
+    if comm.rank() == 0:
+        with interrupts(KeyboardInterrupt("of a handler")), pytest.raises(KeyboardInterrupt, match="of a handler"):
+            comm.all_reduce(torch.ones(1))
+    else:
+        wait_for(Path("interrupted").exists, "the interrupt")
+    return [comm.all_gather_object(comm.rank()), comm.all_reduce(torch.ones(1)).item(), comm.broadcast_object(1)]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_that_is_interrupted_alone_in_a_collective_follows_the_others_to_the_next(n: int) -> None:
+    assert on_ranks(n, left_for_another) == [[list(range(n)), float(n), 1]] * n
+
+
+def calls_in_a_handler() -> list[Any]:
+    """A collective within another one of the same rank."""
+    told = []
+
+    def call(*_: Any) -> None:
+        Path("interrupted").touch()
+        with pytest.raises(CollectiveError) as caught:
+            comm.barrier()
+        told.append(str(caught.value))
+
+    if comm.rank() == 0:
+        signal.signal(signal.SIGALRM, call)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        wait_for(Path("interrupted").exists, "the handler")
+    return [comm.all_reduce(torch.ones(1)).item(), told]
+
+
+def test_a_collective_that_a_signal_handler_calls_in_another_one_is_an_error_and_the_other_one_continues() -> None:
+    said = (
+        "a signal handler has called a collective while its rank was in another one; set a variable in the handler, and call "
+    )
+    said += "the collective at the end of a step"
+    assert on_ranks(2, calls_in_a_handler) == [[2.0, [said]], [2.0, []]]
 
 
 def handles_a_signal() -> int:
@@ -374,6 +460,56 @@ def test_signals_are_handled_during_a_wait_and_do_not_end_it() -> None:
     assert number >= 3
 
 
+def out_of_time() -> str:
+    """A timer of rank 0 is faster than the time limit."""
+    if comm.rank() == 1:
+        wait_for(Path("given up").exists, "the other rank to give up")
+        return ""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    with pytest.raises(CollectiveError) as caught:
+        comm.barrier()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    Path("given up").touch()
+    return str(caught.value)
+
+
+def test_signals_do_not_extend_the_time_limit() -> None:
+    assert on_ranks(2, out_of_time, init={"timeout_s": 1.0})[0].startswith("Timed out waiting 1 s for rank 1 in barrier")
+
+
+def after_a_refusal() -> list[Any]:
+    """torch has no maximum of complex numbers: nothing is sent, and the next collective works."""
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"[cC]omplex"):
+            comm.all_reduce(torch.ones(2, dtype=torch.complex64), "max")
+    return comm.all_reduce(torch.ones(2, dtype=torch.complex64)).tolist()
+
+
+def test_a_reduction_that_torch_refuses_ends_no_other() -> None:
+    assert on_ranks(2, after_a_refusal) == [[2 + 0j, 2 + 0j]] * 2
+
+
+def of_no_rank() -> list[str]:
+    told = []
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.broadcast([torch.ones(2)], src=2),
+        lambda: comm.broadcast_object(1, src=2),
+        lambda: comm.gather_object(1, dst=-1),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        told.append(str(caught.value))
+    return [*told, str(comm.all_gather_object(1))]
+
+
+@pytest.mark.parametrize("init", [{}, {"backend": "gloo"}])
+def test_a_source_that_is_no_rank_is_an_error(init: dict[str, str]) -> None:
+    end = ", but this run has ranks 0 to 1; give one of them"
+    assert on_ranks(2, of_no_rank, init=init) == [["src=2" + end, "src=2" + end, "dst=-1" + end, "[1, 1]"]] * 2
+
+
 def too_late() -> str:
     if comm.rank() == 1:
         wait_for(lambda: Path("0").exists() and Path("2").exists(), "the other ranks to give up")
@@ -388,6 +524,45 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     for text in (first, third):
         assert text.startswith("Timed out waiting 1 s for rank 1 in barrier; if the work between two collectives takes longer")
     assert "(Connection closed by peer)" in second
+
+
+def gives_up_first() -> str:
+    """Rank 2 of 4 does not come, and rank 3 gives up, for which rank 1 waits."""
+    if comm.rank() == 2:
+        wait_for(Path("1").exists, "rank 1 to give up")
+        return ""
+    for each in memory()._rounds if comm.rank() == 3 else ():
+        each.source.settimeout(0.5)
+    with pytest.raises(CollectiveError) as caught:
+        comm.barrier()
+    Path(str(comm.rank())).touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_gave_up_is_not_the_only_one_that_is_named() -> None:
+    told = on_ranks(4, gives_up_first)[1]
+    assert told.startswith("rank 3 has exited, or an exception has ended its collective, while rank 1 waited for it in barrier")
+    assert told.endswith("; rank 2 did not come")
+
+
+def of_its_own_group() -> str:
+    """The script has made the process group, with a time limit."""
+    rank, store = comm.rank(), dist.FileStore("store", 2)
+    dist.destroy_process_group()
+    comm._world, comm._pid, comm._timeout_s, comm._shares = None, 0, 1800.0, True  # as if `init` was never called
+    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=1), rank=rank, world_size=2)
+    if rank == 1:
+        memory()
+        wait_for(Path("given up").exists, "the other rank to give up")
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        comm.barrier()
+    Path("given up").touch()
+    return str(caught.value)
+
+
+def test_the_time_limit_of_a_process_group_that_the_script_has_made_is_kept() -> None:
+    assert on_ranks(2, of_its_own_group)[0].startswith("Timed out waiting 1 s for rank 1 in barrier")
 
 
 KILLED = """
@@ -423,20 +598,46 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(how: str, tmp
     assert int(found[1]) <= 3
 
 
-def in_a_forked_process() -> tuple[int, float]:
-    """A loader worker that calls a collective by mistake gets an error, and its rank continues."""
+def forked_status() -> int:
+    """The exit status of a forked process, which calls a collective: 6 if that is an error."""
     worker = os.fork()
     if worker == 0:
+        signal.alarm(20)
         with contextlib.suppress(Exception):
             memory().barrier()
             os._exit(5)
         os._exit(6)
-    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    return status, comm.all_reduce(torch.ones(1)).item()
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def in_a_forked_process() -> tuple[int, float]:
+    """A loader worker that calls a collective by mistake gets an error, and its rank continues."""
+    return forked_status(), comm.all_reduce(torch.ones(1)).item()
 
 
 def test_a_forked_process_does_not_disturb_its_rank() -> None:
     assert on_ranks(2, in_a_forked_process) == [(6, 2.0)] * 2
+
+
+def forked_in_a_collective() -> tuple[int, int]:
+    """Another thread of the rank is in a collective, and has the lock."""
+    waiting = threading.Thread(target=comm.barrier)
+    before = shared_memory.begun
+    if comm.rank() == 0:
+        waiting.start()
+        wait_for(lambda: shared_memory.begun > before, "the thread to begin its collective")
+        status = forked_status()
+        Path("forked").touch()
+        waiting.join()
+    else:
+        wait_for(Path("forked").exists, "the fork")
+        comm.barrier()
+        status = 6
+    return status, len(comm.all_gather_object(1))
+
+
+def test_a_process_forked_while_a_thread_is_in_a_collective_gets_an_error() -> None:
+    assert on_ranks(2, forked_in_a_collective) == [(6, 2)] * 2
 
 
 def counted() -> int:

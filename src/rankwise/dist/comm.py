@@ -68,10 +68,11 @@ def init(
 
     `backend` is torch's. By default, tensors on the CPU use gloo and tensors on a GPU use NCCL (XCCL on Intel GPUs); all ranks
     must then have the same kind of device. If all ranks are on one host, rankwise itself does not send CPU tensors: it uses
-    memory that the ranks share (shared_memory.py), unless a backend is given. `timeout_s` limits each collective. If the
-    launcher gives no address (mpirun, srun, `torch.multiprocessing.spawn`), rank 0 announces its address in a file, or listens
-    at `rdzv`, "HOST:PORT"; `join_timeout_s` limits the wait for the other ranks. After this call, an uncaught error of rankwise
-    ends the process with its message and the line of the script, without a traceback.
+    memory that the ranks share (shared_memory.py), unless a backend is given. `timeout_s` limits each collective; if the script
+    has made the process group, the `timeout` given there does. If the launcher gives no address (mpirun, srun,
+    `torch.multiprocessing.spawn`), rank 0 announces its address in a file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s`
+    limits the wait for the other ranks. After this call, an uncaught error of rankwise ends the process with its message and
+    the line of the script, without a traceback.
 
     Pass the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
     `torch.multiprocessing.spawn` started on one machine. Raises WorldError if this process does not know its rank, or if ranks
@@ -261,9 +262,18 @@ def _memory() -> SharedMemory | None:
         takes_cpu = group_for(_CPU) is not None or "cpu" in joining.backends()
         made = None
         if _shares and takes_cpu:
-            made = shared_memory.connect(dist.get_rank(), dist.get_world_size(), _timeout_s, _told)
+            made = shared_memory.connect(dist.get_rank(), dist.get_world_size(), _limit_s(), _told)
         _shared = dist.group.WORLD, made
     return _shared[1]
+
+
+def _limit_s() -> float:
+    """The time limit of the default group, which the script may have made."""
+    if _pid:
+        return _timeout_s
+    device = torch.device(next(iter(joining.backends())))
+    found = private_names.timeout(dist.group.WORLD, device)
+    return found.total_seconds() if found is not None else _timeout_s
 
 
 def _told(data: bytes) -> list[bytes]:
@@ -363,6 +373,7 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
     """Collective. Set every tensor in place to its value on rank `src`; one message per dtype and device."""
     if is_alone():
         return
+    _check_rank("src", src)
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -383,6 +394,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     """Collective. Return the value of rank `src` on every rank, by pickle; the values of other ranks are ignored."""
     if is_alone():
         return value
+    _check_rank("src", src)
     if group in (None, _PATIENT) and (memory := _memory()) is not None:
         is_mine = dist.get_rank() == src
         data = memory.broadcast_object(pickle.dumps(value) if is_mine else b"", src, patient=group is _PATIENT)
@@ -407,11 +419,18 @@ def gather_object(value: T, dst: int = 0) -> list[T]:
     """Collective. Return the values of all ranks on rank `dst`, in the order of ranks; an empty list on the others."""
     if is_alone():
         return [value]
+    _check_rank("dst", dst)
     if (memory := _memory()) is not None:
         return list(map(pickle.loads, memory.gather_object(pickle.dumps(value), dst)))
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst, group_for(_CPU))
     return values or []
+
+
+def _check_rank(name: str, rank: int) -> None:
+    ranks = dist.get_world_size()
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"{name}={rank}, but this run has ranks 0 to {ranks - 1}; give one of them")
 
 
 def all_agree(value: bool) -> bool:

@@ -18,6 +18,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
     from torch import nn
     from torch.optim import Optimizer
@@ -57,6 +59,8 @@ NAMES = {
     "_Loss": "the self-test recognizes a loss only if it is one of torch's or derives from one",
     "_reset": "the self-test compares the samples of a DataLoader by their content alone",
     "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
+    "_get_backend": "the time limit of a process group that the script has made is not known: 30 minutes",
+    "_timeout": "the time limit of a process group that the script has made is not known: 30 minutes",
 }
 """Each name, and what the main rank prints if a release does not have it; empty if nothing changes, or if a script's objects
 may lack it too."""
@@ -91,6 +95,17 @@ def interpreter_flags() -> list[str]:
     from multiprocessing.spawn import get_command_line  # the same flags, but its import delays every launch
 
     return get_command_line()[1:-3]
+
+
+# --- process groups
+
+
+def timeout(group: Any, device: torch.device) -> timedelta | None:
+    """The time limit of a process group's collectives on this device. None if it is unknown."""
+    backend_of = _find(group, "_get_backend")
+    options = getattr(backend_of(device), "options", None) if backend_of is not None else None
+    found: timedelta | None = _find(options, "_timeout") if options is not None else None
+    return found
 
 
 # --- the data

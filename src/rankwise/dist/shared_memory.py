@@ -11,6 +11,9 @@ collective has read all slots of this one, and nobody writes into them again bef
 Ranks wait in the rounds of a dissemination barrier (Hensgen, Finkel and Manber 1988), over Unix sockets: in round k, rank r
 sends a byte to rank r + 2^k and waits for one from rank r - 2^k. The kernel closes the sockets of a rank that dies, so nobody
 waits for it until the time limit.
+
+An exception of a signal handler (Ctrl-C) waits until its collective is complete, because the others need this rank. If they
+have left it for another collective (each in its `except KeyboardInterrupt`), this rank raises the exception and follows them.
 """
 
 from __future__ import annotations
@@ -21,19 +24,22 @@ import hashlib
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from rankwise.errors import CollectiveError
 from rankwise.host import network
 from rankwise.host.text import listed, numbered
+
+T = TypeVar("T")
 
 begun = 0
 """How many collectives this process has begun. The agent reads it (agent/collective_notes.py): a new one shows progress."""
@@ -48,9 +54,13 @@ _OPS: dict[str, Callable[..., Any]] = {"sum": torch.add, "min": torch.minimum, "
 _CALLS = [*_OPS, "broadcast", "barrier", "all_gather_object", "broadcast_object", "gather_object"]
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_CALL_BITS, _DTYPE_BITS = 56, 48
-_ELEMENTS = (1 << _DTYPE_BITS) - 1
-"""What a rank calls is one integer: which call, which dtype, and the number of elements."""
+_CALL_BITS, _DTYPE_BITS, _ROOT_BITS = 59, 52, 40
+_MOST_RANKS = 1 << _DTYPE_BITS - _ROOT_BITS
+_ELEMENTS = (1 << _ROOT_BITS) - 1
+"""What a rank calls is one integer: which call, which dtype, `src` or `dst`, and the number of elements."""
+_ROOT_OF = {"broadcast": "src", "broadcast_object": "src", "gather_object": "dst"}
+_LONGEST_S = 2e6  # the kernel counts a wait in milliseconds, in 31 bits
+_NUMBERS = 4  # of each rank: what it calls, in both slots; how many times it has come; whether a handler has raised there
 
 _HELLO = struct.Struct("qq")  # the rank that connects, and the round
 
@@ -82,9 +92,12 @@ def connect(rank: int, ranks: int, timeout_s: float, exchange: Callable[[bytes],
         told = exchange(here + bytes([possible]) + name)
         made = None
         if all(one.startswith(here + b"\1") for one in told):
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 file, rounds = _meet(rank, [one[len(here) + 1 :] for one in told], door, file, passing, kept)
                 made = SharedMemory(rank, ranks, file, rounds, timeout_s)
+            except (OSError, ValueError):
+                passing.close()  # a rank that connects to this one notices it at once
+                kept.close()
         if exchange(bytes([made is not None])) != [b"\1"] * ranks:
             return None
         kept.pop_all()
@@ -106,7 +119,7 @@ def _listen(name: bytes, passing: ExitStack) -> socket.socket:
 
 def _new_file(ranks: int, passing: ExitStack) -> int:
     """A file in memory. Each rank tries this, so that all know whether it is possible; that of rank 0 is used."""
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or ranks > _MOST_RANKS:
         raise OSError  # a Python that was built for an old system
     file = os.memfd_create("rankwise-collectives")
     passing.callback(os.close, file)
@@ -121,15 +134,20 @@ def _meet(
     ranks = len(names)
     came: dict[tuple[int, int], socket.socket] = {}
     rounds = []
+    events = select.poll()
+    events.register(door, select.POLLIN)
     for number in range((ranks - 1).bit_length()):
         step = 1 << number
         after, before = (rank + step) % ranks, (rank - step) % ranks
         to = kept.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         to.settimeout(_CONNECT_S)
         to.connect(_address(names[after]))
+        events.register(to, 0)  # nobody sends here: the only event is that the rank has closed it
         has_it = rank < step and rank + step < ranks  # in each round, the ranks with the file send it to as many others
         socket.send_fds(to, [_HELLO.pack(rank, number)], [file] if has_it else [])
         while (before, number) not in came:
+            if [number for number, _ in events.poll(_CONNECT_S * 1e3)] != [door.fileno()]:
+                raise OSError  # a rank has given up
             source = kept.enter_context(door.accept()[0])
             source.settimeout(_CONNECT_S)
             hello, sent, _, _ = socket.recv_fds(source, _HELLO.size, 1)
@@ -155,8 +173,8 @@ def _layout(ranks: int) -> tuple[int, int]:
 
 
 def _numbers_bytes(ranks: int) -> int:
-    """The bytes of the numbers: what each rank calls, in both slots, and how many times it has come."""
-    return -(-3 * 8 * ranks // mmap.PAGESIZE) * mmap.PAGESIZE
+    """The bytes of the numbers of all ranks."""
+    return -(-_NUMBERS * 8 * ranks // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 # --- collectives
@@ -170,34 +188,44 @@ class SharedMemory:
         self._rank, self._ranks, self._rounds, self._timeout_s = rank, ranks, rounds, timeout_s
         self._slot_bytes, size = _layout(ranks)
         self._memory, self._first = mmap.mmap(file, size), _numbers_bytes(ranks)
-        numbers = memoryview(self._memory)[: 3 * 8 * ranks].cast("q")
-        self._calls, self._came = (numbers[:ranks], numbers[ranks : 2 * ranks]), numbers[2 * ranks :]
-        self._turn = 0
+        numbers = memoryview(self._memory)[: _NUMBERS * 8 * ranks].cast("q")
+        first, second, self._came, self._raised = (numbers[at * ranks : (at + 1) * ranks] for at in range(_NUMBERS))
+        self._calls, self._turn = (first, second), 0
         self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
-        self._lock = threading.Lock()
-        self._is_open = True
-        limit_s = min(timeout_s, 1e9)
-        limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+        self._reductions: dict[tuple[str, torch.dtype], int] = {}
+        self._lock = threading.RLock()
+        self._is_inside, self._why_closed = False, ""
+        self._postponed: BaseException | None = None
+        self._steps: list[tuple[Any, ...]] = []
         for each in rounds:
             each.to.settimeout(None)
-            each.source.settimeout(None)  # with a timeout of Python, each recv would poll first
-            each.source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            each.source.settimeout(min(timeout_s, _LONGEST_S))
+            self._steps += [(each.to.send, (b".",), (socket.MSG_NOSIGNAL,)), (each.source.recv, (1,))]
         os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self)))
+        weakref.finalize(self, _close, rounds)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Reduce a contiguous tensor in place; `op`: sum, min or max. All ranks get the same bits: those of adding one rank
-        after the other, from rank 0."""
+        after the other, from rank 0. Raises what torch raises if it has no such operation for this dtype."""
         flat = tensor.view(-1)
-        call, combine, most = _packed(op, flat), _OPS[op], self._slot_bytes // flat.element_size()
-        with self, _writes_to(flat):
+        combine, most = _OPS[op], self._slot_bytes // flat.element_size()
+        call = self._reductions.get((op, flat.dtype)) or self._reduction(op, flat.dtype)
+        call |= len(flat)
+        with self._lock, self, _writes_to(flat):
             for piece in torch.split(flat, most) if len(flat) > most else (flat,):
-                slots = self._slots(piece)
-                slots[self._rank].copy_(piece)
+                slots = self._surely(self._written, piece)
                 self._enter(call)
                 if self._ranks == 2 or piece.nbytes <= _WHOLE:
-                    _combine(combine, slots, piece)
+                    self._surely(_combine, combine, slots, piece)
                 else:
                     self._combine_in_parts(combine, slots, piece, call)
+
+    def _reduction(self, op: str, dtype: torch.dtype) -> int:
+        """What a rank calls, without the number of elements. Raises what torch raises if it has no such operation."""
+        with torch.inference_mode(False):
+            _OPS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
+        call = self._reductions[op, dtype] = _CALLS.index(op) << _CALL_BITS | _CODES[dtype] << _DTYPE_BITS
+        return call
 
     def _combine_in_parts(
         self, combine: Callable[..., Any], slots: Sequence[torch.Tensor], piece: torch.Tensor, call: int
@@ -206,81 +234,109 @@ class SharedMemory:
         length = -(-len(piece) // self._ranks)
         parts = [slice(rank * length, (rank + 1) * length) for rank in range(self._ranks)]
         mine = parts[self._rank]
-        _combine(combine, [slot[mine] for slot in slots], piece[mine])
-        slots[self._rank][mine].copy_(piece[mine])
+        self._surely(_combine, combine, [slot[mine] for slot in slots], piece[mine])
+        self._surely(slots[self._rank][mine].copy_, piece[mine])
         self._wait(call)
         for part, slot in zip(parts, slots, strict=True):
             if part is not mine:
-                piece[part].copy_(slot[part])
+                self._surely(piece[part].copy_, slot[part])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Set a contiguous tensor to that of rank `src`."""
         flat = tensor.view(-1)
-        call, most = _packed("broadcast", flat), self._slot_bytes // flat.element_size()
-        with self, _writes_to(flat):
+        call, most = _of_bytes("broadcast", src, len(flat)), self._slot_bytes // flat.element_size()
+        call |= _CODES[flat.dtype] << _DTYPE_BITS
+        with self._lock, self, _writes_to(flat):
             for piece in torch.split(flat, most):
-                slots = self._slots(piece)
-                if self._rank == src:
-                    slots[src].copy_(piece)
+                slots = self._surely(self._written if self._rank == src else self._slots, piece)
                 self._enter(call)
                 if self._rank != src:
-                    piece.copy_(slots[src])
+                    self._surely(piece.copy_, slots[src])
 
     def all_gather_object(self, data: bytes, patient: bool = False) -> list[bytes]:
         """Return the data of all ranks. `patient`: wait for a rank as long as it is alive."""
-        return self._exchange("all_gather_object", data, range(self._ranks), patient)
+        return self._exchange(_of_bytes("all_gather_object", 0, len(data)), data, range(self._ranks), patient)
 
     def gather_object(self, data: bytes, dst: int) -> list[bytes]:
         """Return the data of all ranks on rank `dst`; an empty list on the others."""
-        return self._exchange("gather_object", data, range(self._ranks) if self._rank == dst else ())
+        call = _of_bytes("gather_object", dst, len(data))
+        return self._exchange(call, data, range(self._ranks) if self._rank == dst else ())
 
     def broadcast_object(self, data: bytes, src: int, patient: bool = False) -> bytes:
         """Return the data of rank `src`; that of the other ranks is not used. `patient`: wait as long as it is alive."""
-        return self._exchange("broadcast_object", data if self._rank == src else b"", [src], patient)[0]
+        sent = data if self._rank == src else b""
+        return self._exchange(_of_bytes("broadcast_object", src, len(sent)), sent, [src], patient)[0]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
-        with self:
-            self._enter(_CALLS.index("barrier") << _CALL_BITS)
+        with self._lock, self:
+            self._enter(_of_bytes("barrier", 0, 0))
 
     # --- inside a collective
 
-    def _exchange(self, call: str, data: bytes, wanted: Sequence[int], patient: bool = False) -> list[bytes]:
+    def _exchange(self, call: int, data: bytes, wanted: Sequence[int], patient: bool = False) -> list[bytes]:
         """The data of the wanted ranks, which need not be the same on all ranks."""
-        found = [bytearray() for _ in wanted]
+        found: list[list[bytes]] = []
         start, longest = 0, 1
-        with self:
+        with self._lock, self:
             while start < longest:
                 slots = [self._first + (self._turn * self._ranks + rank) * self._slot_bytes for rank in range(self._ranks)]
                 piece = data[start : start + self._slot_bytes]
                 self._memory[slots[self._rank] : slots[self._rank] + len(piece)] = piece
-                lengths = self._enter(_CALLS.index(call) << _CALL_BITS | len(data), are_lengths=True, patient=patient)
-                for rank, whole in zip(wanted, found, strict=True):
-                    whole += self._memory[slots[rank] : slots[rank] + max(0, min(lengths[rank] - start, self._slot_bytes))]
+                lengths = self._enter(call, are_lengths=True, patient=patient)
+                ends = [
+                    slot + max(0, min(length - start, self._slot_bytes)) for slot, length in zip(slots, lengths, strict=True)
+                ]
+                found.append([self._memory[slots[rank] : ends[rank]] for rank in wanted])
                 start, longest = start + self._slot_bytes, max(lengths)
-        return list(map(bytes, found))
+        return found[0] if len(found) == 1 else list(map(b"".join, zip(*found, strict=True)))
 
     def __enter__(self) -> None:
-        """Begin a collective."""
+        """Begin a collective. It comes after the lock, which an exception of a signal handler must not leave locked."""
         global begun
-        self._lock.acquire()
+        if self._is_inside:
+            raise CollectiveError(
+                "a signal handler has called a collective while its rank was in another one; set a variable in the handler, "
+                "and call the collective at the end of a step"
+            )
+        if self._why_closed:
+            raise CollectiveError(self._why_closed)
+        self._is_inside = True
         begun += 1
-        if not self._is_open:
-            self._lock.release()
-            raise CollectiveError("an exception has ended an earlier collective of this rank, so it can call no other")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         """After an exception, the other ranks must not wait for this one."""
+        postponed, self._postponed = self._postponed, None
         if kind is not None and not isinstance(error, MismatchError):
             self.close()
-        self._lock.release()
+        self._is_inside = False
+        if postponed is not None:
+            raise postponed
 
-    def close(self) -> None:
-        """Not a collective. Others that wait for this rank raise CollectiveError."""
-        self._is_open = False
-        for each in self._rounds:
-            each.to.close()
-            each.source.close()
+    def close(self, why: str = "an exception has ended an earlier collective of this rank, so it can call no other") -> None:
+        """Not a collective. Others that wait for this rank raise CollectiveError, and so does its next collective."""
+        self._why_closed = why
+        _close(self._rounds)
+
+    def _surely(self, step: Callable[..., T], *arguments: Any) -> T:
+        """Do a step that may be repeated, even if a signal handler raises an exception in it."""
+        try:
+            return step(*arguments)
+        except BaseException as error:
+            self._postpone(error)
+        return step(*arguments)
+
+    def _postpone(self, error: BaseException) -> None:
+        """Raise an exception when this collective is complete: the others need this rank. A second one ends the collective."""
+        if self._postponed is not None:
+            raise error
+        self._postponed = error
+
+    def _written(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """Write into the slot of this rank. Returns all slots."""
+        slots = self._slots(piece)
+        slots[self._rank].copy_(piece)
+        return slots
 
     def _slots(self, piece: torch.Tensor) -> list[torch.Tensor]:
         """Where each rank writes in this turn, as tensors like this one."""
@@ -301,40 +357,53 @@ class SharedMemory:
         """Wait until all ranks have written, and compare what they call; from now on, they write into the other slots.
         `are_lengths`: the ranks may have different numbers of elements. Returns these."""
         calls = self._calls[self._turn]
-        calls[self._rank] = call
-        self._wait(call, patient)
-        self._turn = 1 - self._turn
-        told = calls.tolist()
-        if told.count(call) < self._ranks and (not are_lengths or len({one >> _CALL_BITS for one in told}) > 1):
-            raise MismatchError(_differing(told))
-        return [one & _ELEMENTS for one in told] if are_lengths else []
+        while True:
+            calls[self._rank] = call
+            self._wait(call, patient)
+            told = calls.tolist()
+            if told.count(call) == self._ranks or (are_lengths and len({one & ~_ELEMENTS for one in told}) == 1):
+                self._turn = 1 - self._turn
+                return [one & _ELEMENTS for one in told] if are_lengths else []
+            has_raised = self._raised[self._rank] = int(self._postponed is not None)
+            self._wait(call)
+            if has_raised or not any(self._raised):
+                raise MismatchError(_differing(told))
+            # Those in which a signal handler has raised leave their collective; their next one should be this one.
 
     def _wait(self, call: int, patient: bool = False) -> None:
         """Return when all ranks have called this."""
         self._came[self._rank] += 1
-        for to, source, who in self._rounds:
-            has_come = b""
-            with contextlib.suppress(ConnectionError):
-                to.send(b".", socket.MSG_NOSIGNAL)
-                has_come = self._received(source, call, patient)
-            if not has_come:
-                raise CollectiveError(
-                    f"rank {who} has exited, or an exception has ended its collective, while rank {self._rank} waited for it "
-                    f"in {_name(call)} (Connection closed by peer)"
-                )
-
-    def _received(self, source: socket.socket, call: int, patient: bool) -> bytes:
-        while True:
+        done: list[Any] = []
+        while len(done) < len(self._steps):
             try:
-                return source.recv(1)
-            except BlockingIOError:
-                if not patient:
+                for step in self._steps[len(done) :]:
+                    done += map(*step)  # notes the step at once: no signal handler comes in between
+                    if not done[-1]:
+                        done.pop()
+                        raise ConnectionResetError
+            except BaseException as error:
+                if not isinstance(error, OSError) or _is_of_handler(error):
+                    self._postpone(error)
+                elif not isinstance(error, TimeoutError):
+                    raise CollectiveError(self._gone(call, self._rounds[len(done) // 2].who)) from None
+                elif not patient:
                     raise CollectiveError(self._too_late(call)) from None
 
-    def _too_late(self, call: int) -> str:
+    def _gone(self, call: int, who: int) -> str:
+        late = self._late()
+        return (
+            f"rank {who} has exited, or an exception has ended its collective, while rank {self._rank} waited for it in "
+            f"{_name(call)} (Connection closed by peer)"
+            + (f"; {numbered('rank', late, 8)} did not come" if late and who not in late else "")
+        )
+
+    def _late(self) -> list[int]:
+        """The ranks that have not come so many times as this one."""
         here = self._came[self._rank]
-        late = [rank for rank, number in enumerate(self._came) if number < here]
-        who = numbered("rank", late, 8) if late else "the other ranks"
+        return [rank for rank, number in enumerate(self._came) if number < here]
+
+    def _too_late(self, call: int) -> str:
+        who = numbered("rank", late, 8) if (late := self._late()) else "the other ranks"
         return (
             f"Timed out waiting {self._timeout_s:g} s for {who} in {_name(call)}; if the work between two collectives takes "
             "longer, give rankwise.init(timeout_s=...)"
@@ -345,15 +414,28 @@ def _forked(memory: weakref.ref[SharedMemory]) -> None:
     """In a process that a rank has forked (a loader worker, for example). It may live longer than the rank, and nobody must
     wait for it."""
     if (inherited := memory()) is not None:
-        inherited.close()
+        inherited._lock = threading.RLock()  # another thread of the rank may have had it
+        inherited.close("this process was forked by a rank, and cannot call a collective for it")
+
+
+def _close(rounds: Sequence[Round]) -> None:
+    for each in rounds:
+        each.to.close()
+        each.source.close()
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a signal handler in Python raised this: then its frame lies below that of the function which waited."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
 class MismatchError(CollectiveError):
     """All ranks have come, and all raise this."""
 
 
-def _packed(call: str, flat: torch.Tensor) -> int:
-    return _CALLS.index(call) << _CALL_BITS | _CODES[flat.dtype] << _DTYPE_BITS | len(flat)
+def _of_bytes(call: str, root: int, length: int) -> int:
+    """What a rank calls if all dtypes are alike. `root`: its `src` or `dst`."""
+    return _CALLS.index(call) << _CALL_BITS | root << _ROOT_BITS | length
 
 
 def _differing(told: Sequence[int]) -> str:
@@ -375,10 +457,12 @@ def _name(call: int) -> str:
 
 def _in_words(call: int) -> str:
     name = _CALLS[call >> _CALL_BITS]
-    dtype = str(_DTYPES[call >> _DTYPE_BITS & 0xFF]).removeprefix("torch.")
+    dtype = str(_DTYPES[call >> _DTYPE_BITS & (1 << _CALL_BITS - _DTYPE_BITS) - 1]).removeprefix("torch.")
+    values = f"{dtype}[{call & _ELEMENTS}]"
     if name in _OPS:
-        return f"all_reduce({name}, {dtype}[{call & _ELEMENTS}])"
-    return f"broadcast({dtype}[{call & _ELEMENTS}])" if name == "broadcast" else f"{name}()"
+        return f"all_reduce({name}, {values})"
+    root = f"{_ROOT_OF[name]}={call >> _ROOT_BITS & _MOST_RANKS - 1}" if name in _ROOT_OF else ""
+    return f"broadcast({values}, {root})" if name == "broadcast" else f"{name}({root})"
 
 
 def _combine(combine: Callable[..., Any], tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
