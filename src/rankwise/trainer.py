@@ -35,6 +35,7 @@ from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.saving import Saving
 from rankwise.data import Loader
+from rankwise.data.habits import warn_of_split
 from rankwise.data.kinds import traits_of_split
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
@@ -318,9 +319,10 @@ class Trainer:
         return loss_and_count(result)
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Collective at the first step: step_fn is tried on the batches of this step."""
+        """Collective at the first step: the stream is compared, and step_fn is tried on the batches of this step."""
         if self.state.step == 0:
             for micro_batches in itertools.islice(batches, 1):
+                warn_of_split(self.loader.begins_with)
                 warn_of_means(self.forward, self.state.model, micro_batches)
                 yield micro_batches
         yield from batches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import multiprocessing
 import random
@@ -13,8 +15,13 @@ import pytest
 import torch
 from batches import Steps, all_of, flat, global_batches, loaders, steps_of
 from ranks import on_ranks
+from torch import nn
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+import rankwise
+from rankwise.data import Loader
+from rankwise.data.habits import warn_of_split
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, DataError
 
 
@@ -350,3 +357,70 @@ def test_a_stream_whose_length_is_not_implemented_has_none() -> None:
     (loader,) = loaders(NotImplementedLength(5), 1)
     assert loader.samples is None
     assert flat(global_batches([steps_of(loader)])) == [0, 1, 2, 3, 4]
+
+
+class OfRank(Numbers):
+    """Divides itself by rank, which the Loader does too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ([float(n)] for n in range(comm.rank(), self.samples, comm.world_size()))
+
+
+class Object:
+    """Its text has its address."""
+
+
+class Objects(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        return (Object() for _ in range(self.samples))
+
+
+class ThatSaysSo(OfRank):
+    split_by_rank = True
+
+
+def warned_of(dataset: Any, workers: int, position: int = 0) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        loader = Loader(dataset, global_batch_size=4, max_epochs=1, num_workers=workers, collate_fn=len)
+        loader.position = position
+        next(iter(loader))
+        warn_of_split(loader.begins_with)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_divides_itself_by_rank_is_reported_with_its_first_samples(workers: int) -> None:
+    first, second = on_ranks(2, warned_of, OfRank(20), workers)
+    assert (
+        "warning: the stream begins with [0.0] on rank 0 and with [1.0] on rank 1: a Loader takes each for the whole" in first
+    )
+    assert "the stream begins with" not in second
+
+
+@pytest.mark.parametrize("dataset", [Numbers(20), SplitsItself(20), Shuffles(20), ThatSaysSo(20), Objects(20)])
+def test_other_streams_are_not(dataset: Any) -> None:
+    assert on_ranks(2, warned_of, dataset, 0) == ["", ""]
+
+
+def test_a_stream_that_is_resumed_is_not_compared() -> None:
+    assert on_ranks(2, warned_of, OfRank(20), 0, 4) == ["", ""]
+
+
+def trained(dataset: Any) -> str:
+    model = nn.Linear(1, 1)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        rankwise.Trainer(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.001), actions=[rankwise.actions.Log(every_steps=1)],
+            train_data=Loader(dataset, global_batch_size=4, max_epochs=1, collate_fn=torch.tensor),
+            step_fn=lambda model, batch: (model(batch).sum(), len(batch)),
+        ).fit()  # fmt: skip
+    return out.getvalue()
+
+
+def test_a_trainer_says_so_at_its_first_step() -> None:
+    printed, _ = on_ranks(2, trained, OfRank(20))
+    assert (
+        0
+        <= printed.index("warning: the stream begins with [0.0] on rank 0 and with [1.0] on rank 1")
+        < printed.index("epoch 1")
+    )

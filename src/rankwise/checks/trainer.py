@@ -150,7 +150,7 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
             "twice or should not be there",
             "the dataset returns different samples on another rank, or divides itself among the ranks too",
             "use the whole dataset on every rank: the Trainer divides it. Its random numbers must come from Python's, numpy's "
-            "global or torch's default generator",
+            "global or torch's default generator. A stream that divides itself needs split_by_rank = True",
         )  # fmt: skip
     samples = sum(map(len, all_at_once))
     return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(trainer.world.world_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.dist import log
+from rankwise.dist import comm, log
 
 _SHUFFLES = "a Loader shuffles by itself, differently in each epoch; remove this"
 _INSTEAD = {
@@ -51,3 +51,17 @@ def warn_of_look(samples: int) -> None:
         f"an earlier loop over this Loader has ended after its first step, so this one begins after these {samples} samples; "
         "to look at a batch without taking it, write next(iter(loader.once()))"
     )
+
+
+def warn_of_split(begins_with: str) -> None:
+    """Collective. For a stream that divides itself by rank: the Loader takes a part of each part. `begins_with`: the first
+    sample of this rank's stream in words (stream.py); empty if it is not known."""
+    told = comm.all_gather_object(begins_with)
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if all(told) and other is not None:
+        first, second = (text.rpartition(" (")[0] for text in (told[0], told[other]))
+        log.warning_once(
+            f"the stream begins with {first} on rank 0 and with {second} on rank {other}: a Loader takes each for the whole "
+            f"stream, and reads 1 of {len(told)} of its samples; yield the same samples on all ranks, or, if the dataset "
+            "divides itself by rank, set split_by_rank = True in its class"
+        )

@@ -127,9 +127,7 @@ class Loader(NoDataLoader):
         self._workers = Workers(
             max(num_workers, workers or 0), prefetch_factor, pin_memory, worker_init_fn, timeout, persistent_workers
         )
-        self._kept = Kept()
-        self._collate_fn = collate_fn
-        self._steps = 0  # of the current epoch
+        self._kept, self._collate_fn, self._steps = Kept(), collate_fn, 0  # the steps of the current epoch
         self._asked_device = torch.device(device) if device is not None else None
         self.epoch = 0
         """The number of complete epochs."""
@@ -139,6 +137,7 @@ class Loader(NoDataLoader):
         """The number of samples that all ranks have taken since this loader was created."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
+        self.begins_with = ""  # the first sample of a stream in words, when it is known
         self._indices: Sequence[Sequence[int] | Indices] = []
         self._looked_at: tuple[int, int] | None = None
         """Epoch and position after the first loop, if it ended after one step."""
@@ -384,7 +383,9 @@ class Loader(NoDataLoader):
         """The remaining steps of this epoch of a stream. Each request to a worker is a step."""
         epoch, size = self.epoch, self.global_batch_size
         requests = (Request(epoch, start, size, self.accumulate) for start in itertools.count(self.position, size))
-        yield from itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
+        for step in itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream)):
+            self.begins_with = self.begins_with or step.begins_with
+            yield step
 
     def _in_step(self, policy: str) -> Iterator[Step]:
         """Collective. The remaining steps of this epoch of streams that differ between ranks."""

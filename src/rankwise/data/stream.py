@@ -10,9 +10,12 @@ workers, the last batch is split like any other, and all know without a message 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
+
+import xxhash
 
 from rankwise.data.fetch import add_place, collate
 from rankwise.data.kinds import Empty
@@ -22,6 +25,7 @@ from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
 
 _SKIPPED_AT_ONCE = 16  # samples held at once while skipping: at a resume, or the step of another worker
+_SHOWN = 60  # characters of the first sample
 
 
 class Step(NamedTuple):
@@ -40,6 +44,9 @@ class Step(NamedTuple):
 
     fresh: bool = True
     """Whether the step has samples that did not occur in this epoch before."""
+
+    begins_with: str = ""
+    """The first sample of the whole stream, as text with a digest, if it is in this step and looks the same in each process."""
 
 
 class Request(NamedTuple):
@@ -130,6 +137,7 @@ class Stream:
             if not self._is_own:
                 self._check_not_empty(start, size)
             return None
+        begins_with = _in_words(samples[0]) if start == 0 and self._world_size > 1 else ""
         low, high = share(0, len(samples), self._rank, self._world_size)
         runs = split(range(low, high), accumulate)
         batches = [self._collated(epoch, start + run[0], samples[run[0] : run[-1] + 1]) for run in runs]
@@ -138,7 +146,7 @@ class Stream:
         stop, length = start + len(samples), self._length
         if self._repeat:
             return Step(stop, length is not None and stop >= length, batches, positions, length is None or start < length)
-        return Step(stop, len(self._ahead) < needed, batches, positions)
+        return Step(stop, len(self._ahead) < needed, batches, positions, begins_with=begins_with)
 
     def _check_not_empty(self, start: int, size: int) -> None:
         name = self.name
@@ -210,3 +218,13 @@ class Stream:
         except BaseException as error:
             add_place(error, "in the collate function, of", range(start, start + len(samples)), self._dataset)
             raise
+
+
+def _in_words(sample: Any) -> str:
+    """Its beginning, and a digest of all of it. Empty if the text has an address, which differs between processes."""
+    text = ""
+    with contextlib.suppress(Exception):  # of a class in the script
+        text = repr(sample)
+    if not text or " at 0x" in text:
+        return ""
+    return f"{' '.join(text[:_SHOWN].split())}{'...' if len(text) > _SHOWN else ''} ({xxhash.xxh32_hexdigest(text.encode())})"
