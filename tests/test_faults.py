@@ -651,10 +651,33 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
 def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:
     run = launch("print('alone')")
     assert run.wait() == 0
-    assert "no rank made a process group: the script ran 2 times, each time on its own" in run.output()
-    met = launch("import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()")
-    assert met.wait() == 0
-    assert "separate runs" not in met.output()
+    assert SEPARATE in run.output()
+
+
+SEPARATE = "; no rank called a collective: the script ran 2 times, each time on its own (to train one model together, it needs"
+TORCH = "import torch, torch.distributed as dist; dist.init_process_group('gloo');"
+OURS = "import torch, rankwise; rankwise.init();"
+END = "dist.destroy_process_group()"
+
+
+@pytest.mark.parametrize("script", [TORCH + END, TORCH, OURS, "import torch, rankwise; rankwise.init(backend='gloo')"])
+@pytest.mark.one_in(2)
+def test_ranks_that_connect_and_send_nothing_are_too(script: str, launch) -> None:
+    run = launch(script)
+    assert run.wait() == 0
+    assert SEPARATE in run.output()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [TORCH + "dist.barrier();" + END, TORCH + "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))",
+     OURS + "rankwise.barrier()", OURS + "torch.distributed.all_reduce(torch.ones(1))"],
+)  # fmt: skip
+@pytest.mark.one_in(2)
+def test_ranks_that_send_something_are_not(script: str, launch) -> None:
+    run = launch(script)
+    assert run.wait() == 0
+    assert "on its own" not in run.output()
 
 
 def test_breakpoint_in_rank_0_talks_to_the_terminal(tmp_path: Path) -> None:

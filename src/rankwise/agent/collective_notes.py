@@ -34,7 +34,7 @@ from . import private_names
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
-_MEMORY = "rankwise.dist.shared_memory"
+_MEMORY, _JOINING = "rankwise.dist.shared_memory", "rankwise.dist.joining"
 _TRANSPARENT = ("rankwise.dist.comm", _MEMORY, "rankwise.dist.guards", "rankwise.host.arguments")
 """rankwise modules whose functions are collectives that users call directly, and what these use: the note shows the line that
 calls them."""
@@ -81,10 +81,15 @@ class Distributed:
         self._counting = False
         self._armed = {}  # by DDP reducer that will send in the next backward pass: its group
 
-    def made_a_group(self):
-        """Whether this rank ever made a process group: N ranks that never did were N separate runs."""
+    def has_met_others(self):
+        """Whether this rank has called a collective: N ranks that never did were N separate runs. Those that connect the ranks
+        do not count."""
         c10d = sys.modules.get(_C10D)
-        return c10d is not None and (bool(self._kept) or bool(private_names.groups(c10d)))
+        groups = [*self._kept, *private_names.groups(c10d)] if c10d is not None else []
+        if not all(map(private_names.counts, groups)):
+            return True  # nobody knows
+        to_connect = getattr(sys.modules.get(_JOINING), "sent", 0)
+        return getattr(sys.modules.get(_MEMORY), "begun", 0) + sum(map(private_names.begun, groups)) > to_connect
 
     def prepare(self):
         """Call it in a process that has imported torch."""
@@ -121,7 +126,7 @@ class Distributed:
 
         @functools.wraps(destroy)
         def destroy_process_group(group=None):
-            self._kept.extend(private_names.groups(c10d))
+            self._kept += [one for one in private_names.groups(c10d) if one not in self._kept]
             return destroy(group)
 
         c10d.destroy_process_group = destroy_process_group

@@ -13,7 +13,7 @@ library, torch, and files of rankwise that import no more than that. Messages on
 
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark,
 group_mark and answers_mark (each a path and the offset of one byte: the agent sets the first when the rank may begin; the rank
-sets the second if it made a process group, and the third if its rankwise remembers a request to stop), last_words (a path, an
+sets the second if it called a collective, and the third if its rankwise remembers a request to stop), last_words (a path, an
 offset and a size: memory for an exception if the disk is full), count_mark and data_mark (each a path and an offset: where the
 rank counts its collectives, and where it writes how long it waits for data), notes (null, or where this rank notes each
 collective before it enters it: a path, the start of its part, and the sizes in it; agent/collective_check.py reads them).
@@ -360,7 +360,7 @@ def _run(command, spec, distributed):
             status = exception_record.leave(error, spec)
         except BaseException as later:  # from a signal handler of the script, which may run before leave() holds signals
             status = exception_record.leave(exception_record.reason(error, later), spec)
-    if distributed.made_a_group():
+    if distributed.has_met_others():
         _set_mark(*spec["group_mark"])
     if not private_names.end_python():
         _leave_the_end_to_python(status, interrupted)

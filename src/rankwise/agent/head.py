@@ -404,10 +404,13 @@ class Head:
         return EXIT_INTERRUPTED if self._stop_signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _strangers(self, parts: Sequence[NodeView], ranks: int) -> str:
-        """A remark if no rank made a process group: N separate runs are hardly ever what the user wants."""
+        """A remark if no rank called a collective: N separate runs are hardly ever what the user wants."""
         if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
             return ""
-        return f"; no rank made a process group: the script ran {ranks} times, each time on its own"
+        return (
+            f"; no rank called a collective: the script ran {ranks} times, each time on its own (to train one model together, "
+            "it needs rankwise.Trainer, rankwise.AllReduce or DDP)"
+        )
 
     def _say(self, text: str) -> None:
         self._screen.say(text)

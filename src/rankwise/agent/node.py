@@ -111,7 +111,7 @@ class NodeEnd:
     """Of every rank that has ended, or that cannot be killed."""
 
     groups: bool
-    """Whether any rank ever made a process group."""
+    """Whether any rank called a collective."""
 
     stuck: bool
     """Whether a process of this attempt cannot be killed."""

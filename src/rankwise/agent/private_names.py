@@ -92,14 +92,28 @@ def before_each_group(c10d, call):
 
 
 def begun(group):
-    """The number of collectives, sends and receives of this rank in a group, from Python or C++; 0 if it is not known."""
-    number = 0
+    """The number of collectives, sends and receives of this rank in a group, from Python or C++; what is not known counts 0."""
+    return sum(number or 0 for number in _numbers(group))
+
+
+def counts(group):
+    """Whether the number of a group's collectives is known."""
+    numbers = _numbers(group)
+    return bool(numbers) and None not in numbers
+
+
+def _numbers(group):
+    """How many collectives each backend of a group has begun; None for one that does not number them."""
     devices, backend_of = _find(group, "_device_types"), _find(group, "_get_backend")
-    for device in devices if devices is not None and backend_of is not None else ():
-        with contextlib.suppress(RuntimeError):  # a backend that does not number them
-            last = _find(backend_of(device), "_get_sequence_number_for_group")
-            number += last() if last is not None else 0
-    return number
+    numbers = []
+    backends = [backend_of(device) for device in devices] if devices is not None and backend_of is not None else []
+    for backend in {id(one): one for one in backends}.values():  # one for several types of device
+        number = None
+        with contextlib.suppress(RuntimeError):
+            last = _find(backend, "_get_sequence_number_for_group")
+            number = last() if last is not None else None
+        numbers.append(number)
+    return numbers
 
 
 def before_each_broadcast(dist, call):

@@ -278,6 +278,7 @@ def _limit_s() -> float:
 
 def _told(data: bytes) -> list[bytes]:
     """Collective. The `data` of all ranks, as long on each. It is not one of the collectives that the agent notes."""
+    joining.sent += 1
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     group: Any = group_for(_CPU) or dist.group.WORLD

@@ -20,6 +20,9 @@ from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import network
 
+sent = 0
+"""How many collectives rankwise has sent to connect the ranks. The agent reads it (agent/collective_notes.py)."""
+
 
 def _asked(world: World, rdzv: str | None) -> World:
     """`world` with the address of rank 0 that the script has given. Raises ConfigError unless it is HOST:PORT."""
@@ -74,6 +77,8 @@ def _wait_until_connected() -> None:
     fail: one start in 25 of a script that does nothing else, with 6 ranks on a busy machine of 2 cores."""
     if backends().get("cpu") != "gloo":
         return
+    global sent
+    sent += 1
     group: Any = dist.group.WORLD
     try:
         group.allreduce([torch.zeros(1, device="cpu")]).wait()  # not dist.all_reduce: the user's first collective is number 1

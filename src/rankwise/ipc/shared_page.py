@@ -272,7 +272,7 @@ class Row:
 
     @property
     def groups(self) -> bool:
-        """Whether the rank ever made a process group; known when it has ended."""
+        """Whether the rank called a collective; known when it has ended."""
         return bool(self._words[self._base + _GROUPS])
 
     @property
