@@ -26,7 +26,7 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def main() -> None:
-    """Run a training script, written for one device, on all devices."""
+    """Run a training script on all devices of a machine, or of a cluster."""
 
 
 class _Run(click.Command):

@@ -122,7 +122,7 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 OF_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OF_START = ("_args_from_interpreter_flags", "_disable_dynamo", "__dynamo_disable", "_opt_called")
-OF_A_GROUP = ("_get_backend", "_timeout")
+OF_A_GROUP = ("_get_backend", "_timeout", "_saved_reduction")
 NOT_HERE = (*OF_THE_SELF_TEST, *OF_HOOKS, *OF_START, *OF_A_GROUP, "_cdata", "_fused_sgd_")
 OF_BUFFERS = ("_BatchNorm", "_non_persistent_buffers_set")
 NOT_ALONE = (*NOT_HERE, *OF_BUFFERS, "_push_all_rebuilt_params", "_rebuild_buckets", "_foreach_norm", "_foreach_mul_")

@@ -59,6 +59,7 @@ NAMES = {
     "_Loss": "the self-test recognizes a loss only if it is one of torch's or derives from one",
     "_reset": "the self-test compares the samples of a DataLoader by their content alone",
     "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
+    "_saved_reduction": "",
     "_get_backend": "the time limit of a process group that the script has made is not known: 30 minutes",
     "_timeout": "the time limit of a process group that the script has made is not known: 30 minutes",
 }
@@ -359,6 +360,12 @@ def losses() -> tuple[type[nn.Module], ...]:
 
     base = _find(loss, "_Loss")
     return (base,) if base is not None else tuple(getattr(loss, name) for name in loss.__all__)
+
+
+def is_mean(loss: torch.Tensor) -> bool:
+    """Whether the last operation of a loss is the mean over its samples, as far as its graph tells."""
+    node = loss.grad_fn
+    return node is not None and (node.name().startswith("MeanBackward") or _find(node, "_saved_reduction") == 1)
 
 
 def index_methods(iterators: type) -> tuple[str, str] | None:

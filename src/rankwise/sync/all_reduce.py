@@ -34,6 +34,7 @@ from rankwise.sync.reduction import Count, Reduction, Sums, Tail
 from rankwise.sync.strategy import Held, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.direct_step import DirectStep
+from rankwise.training.mean_loss import warn_of_mean
 from rankwise.training.model import buffers_kept, buffers_of_batch_norms, check_unwrapped, give_own_elements
 from rankwise.training.optimizer import align_state
 from rankwise.training.precision import LossScale
@@ -247,6 +248,7 @@ class AllReduce(NeedsAttach):
         seed = self._seed
         if seed is None or seed.dtype != loss_sum.dtype or seed.device != loss_sum.device:
             self._seed = seed = self._new_seed(loss_sum)
+            warn_of_mean(loss_sum, count)
         if isinstance(count, torch.Tensor):
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:

@@ -1,6 +1,8 @@
-"""Finds a step function that returns a mean loss instead of a sum, by comparing the first micro-batch with its halves.
+"""Finds a mean loss where a sum is needed: that of a step function, by comparing the first micro-batch with its halves, and
+that of a loop without a Trainer, by its last operation.
 
 warn_of_means(forward, model, micro_batches)          # before the first step; changes nothing
+warn_of_mean(loss, count)                             # before the first backward pass
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.dist import comm, log
+from rankwise.dist import comm, log, private_names
 from rankwise.dist.device import each_tensor, tensors_in, with_values
 from rankwise.errors import StepError
 from rankwise.training.model import attributes_kept, buffers_kept, is_synced, unmoved
@@ -23,10 +25,24 @@ Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
 _NEAR = 0.1  # dropout makes passes differ
 
+_has_warned = False  # one of the two warnings is enough
+
+
+def warn_of_mean(loss: torch.Tensor, count: float | torch.Tensor) -> None:
+    """Local. A mean of several samples is as large as one of them, so the gradient would be too small by the count."""
+    global _has_warned
+    if not _has_warned and private_names.is_mean(loss) and (n := float(count)) > 1:
+        _has_warned = True
+        log.warn(
+            f"the loss for backward() is a mean, and its count is {n:g}, so the gradient is {n:g} times too small; give the "
+            'sum (reduction="sum") with that count'
+        )
+
 
 def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[Any]) -> None:
     """Collective, because `forward` may be. Only if each rank has a micro-batch that can be cut in two along its samples.
     Raises StepError for a step function that calls backward()."""
+    global _has_warned
     parts: list[Any] = []
     with contextlib.suppress(Exception):  # what cannot be cut, such as a sparse tensor, is not checked
         # Copies: step functions often remove the labels from a batch, or scale its tensors in place.
@@ -46,6 +62,7 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
                 "(for those of an input, torch.autograd.grad(loss, x))"
             ) from None
     if len(found) == 3 and comm.is_main() and is_mean(*found):
+        _has_warned = True
         (whole, n), (first, _), (second, _) = found
         log.warn(
             f"the loss of step_fn seems to be a mean, and its count is {n:g}: the loss is {whole:.4g} for the first "
