@@ -56,6 +56,7 @@ WITHOUT = (
         (DDP.replace(", shuffle=True", ", drop_last=True, collate_fn=collate"), ""),
         (DDP.replace("DataLoader(data,", "DataLoader(random_split(data, [90, 10])[0],"), " instead of shuffle"),
         (DDP + "val_loader = DataLoader(held_out)\n", " instead of shuffle"),
+        (DDP.replace("import DataLoader", "import DataLoader, DistributedSampler"), " instead of shuffle"),
         (DDP + "optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * world_size)\n", " instead of shuffle"),
     ],
 )
@@ -81,8 +82,9 @@ def test_a_training_loader_without_a_sampler_is_named_with_its_line(source: str,
         ("DataLoader(data,", "DataLoader(StreamingDataset(path),"),
         ("DataLoader(data,", "DataLoader(split_dataset_by_node(data, a, b),"),
         ("loader = DataLoader(data,", "first = rank * len(data) // n\nloader = DataLoader(data[first:],"),
-        ("import DataLoader", "import DataLoader, DistributedSampler"),
-        ("import DataLoader", "import DataLoader, IterableDataset"),
+        ("loader = DataLoader(", "samplers = [DistributedSampler]\nloader = DataLoader("),
+        ("loader = DataLoader(", "class Mine(IterableDataset): ...\nloader = DataLoader("),
+        ("loader = DataLoader(", "from streaming import StreamingDataset as Data\nloader = DataLoader(Data(1)) or DataLoader("),
         ("    for x, y", "    loader = accelerator.prepare(loader)\n    for x, y"),
         ("loader = DataLoader(", "other = rankwise.Loader(more)\nloader = DataLoader("),
         ("loader = DataLoader(data,", 'path = f"part-{rank}.npy"\nloader = DataLoader(np.load(path),'),
@@ -92,7 +94,7 @@ def test_a_training_loader_without_a_sampler_is_named_with_its_line(source: str,
         ("DataLoader(data,", "DataLoader(data[rank * batch_size : (rank + 1) * batch_size],"),
         ("DataLoader(data, batch_size=args.batch_size // world_size, shuffle=True)", "DataLoader(*given)"),
         ("DataLoader(data,", "DataLoader(load(rank),"),
-        ("import DataLoader", "import DataLoader\nimport webdataset as wds"),
+        ("DataLoader(data,", "DataLoader(wds.WebDataset(data),"),
         ("loader = DataLoader(", "val_loader = DataLoader("),
         ("    for x, y in loader: ...", "    for i, x in enumerate(loader):\n        if i % world_size != rank: continue"),
         ("def setup(", "def windows(text):\n    yield from text\ndef setup("),
@@ -116,6 +118,15 @@ def test_a_sampler_whose_epoch_is_never_set_is_named_with_its_line(given: str) -
 
 
 @pytest.mark.parametrize(
+    "loop",
+    ["ep in range(9)", "e in trange(9)", "_ in range(args.epochs)", "epoch in range(num_epochs)", "i in range(1, N_EPOCHS + 1)",
+     "epoch in tqdm(range(9))"],
+)  # fmt: skip
+def test_a_loop_over_epochs_is_recognized(loop: str) -> None:
+    assert found(SAMPLED.replace("epoch in range(9)", loop)) == [UNSET]
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ("    for x, y", "    sampler.set_epoch(epoch)\n    for x, y"),
@@ -129,6 +140,9 @@ def test_a_sampler_whose_epoch_is_never_set_is_named_with_its_line(given: str) -
         ("DistributedSampler(data)", "DistributedSampler(data, shuffle=args.shuffle)"),
         ("DistributedSampler(data)", "DistributedSampler(data, **options)"),
         ("for epoch in range(9)", "for part in range(9)"),
+        ("for epoch in range(9)", "for e in events"),
+        ("for epoch in range(9):", "for ep in range(9):\n    train(loader, ep)"),
+        ("for epoch in range(9):", "for i in range(epochs):\n    train(loader, i)"),
     ],
 )
 def test_a_sampler_that_gets_its_epoch_or_keeps_the_order_gets_no_warning(before: str, after: str) -> None:

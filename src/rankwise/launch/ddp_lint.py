@@ -44,7 +44,7 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
     if "DistributedSampler" in called:
         of_training = [call for call, name in calls if name == "DistributedSampler" and id(call) not in evaluating]
         shuffling = [call.lineno for call in of_training if _shuffles(call)]
-        epochs = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "epoch" in _name(node.target).lower()]
+        epochs = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_of_epochs(node)]
         if not shuffling or not epochs or _may_set_epoch(tree, epochs):
             return []
         return [
@@ -71,14 +71,26 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def _is_of_epochs(loop: ast.For) -> bool:
+    """Whether a loop is one over epochs: `for epoch in ...`, `for ep in range(...)`, `for _ in range(args.epochs)`."""
+    counts = isinstance(loop.iter, ast.Call) and _name(loop.iter.func) in ("range", "trange")
+    names = [loop.target, *(each for each in ast.walk(loop.iter) if counts and isinstance(each, ast.expr))]
+    return any("epoch" in _name(each).lower() for each in names) or (counts and _name(loop.target) in ("e", "ep"))
+
+
 def _may_set_epoch(tree: ast.Module, epochs: list[ast.For]) -> bool:
     """Whether the script has the name set_epoch, or passes the number of the epoch to a function that it does not define."""
     for node in ast.walk(tree):
         if (isinstance(node, ast.Attribute) and node.attr == "set_epoch") or getattr(node, "value", None) == "set_epoch":
             return True
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | {"print", "format", "str", "int"}
-    calls = [node for loop in epochs for node in ast.walk(loop) if isinstance(node, ast.Call) and _name(node.func) not in own]
-    return any("epoch" in _name(each).lower() for call in calls for each in _arguments(call))
+    for loop in epochs:
+        inside = [node for part in loop.body for node in ast.walk(part)]
+        calls = [node for node in inside if isinstance(node, ast.Call) and _name(node.func) not in own]
+        names = [_name(each) for call in calls for each in _arguments(call)]
+        if any("epoch" in name.lower() or name == _name(loop.target) != "" for name in names):
+            return True
+    return False
 
 
 def _shuffles(sampler: ast.Call) -> bool:
@@ -97,8 +109,11 @@ def _for_evaluation(tree: ast.Module) -> set[int]:
 
 def _may_divide(tree: ast.Module) -> bool:
     """Whether the script uses something that divides data by rank, or computes with a rank or the number of ranks."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in ast.walk(tree):
         match node:
+            case ast.alias() if (node.asname or node.name.partition(".")[0]) not in used:
+                continue  # left over
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.keyword(arg=str(name)):
                 if _DIVIDERS.fullmatch(name) or name == "Loader":  # rankwise.Loader
                     return True
