@@ -82,7 +82,8 @@ def _samples(records: Sequence[Record]) -> Finding:
         what = "all ranks take the same samples" if alike else f"{twice} of {sum(map(len, step))} are taken by two ranks"
         return Finding(
             "samples", FAILED, f"{here}, batch {number + 1}: {what}", "nothing divides the data among the ranks",
-            "DataLoader(dataset, sampler=DistributedSampler(dataset)), or rankwise.Loader(dataset, world, ...)",
+            "after rankwise.init(), rankwise.Loader(dataset, global_batch_size=...), or DataLoader(dataset, "
+            "sampler=DistributedSampler(dataset, rankwise.world_size(), rankwise.rank()))",
         )  # fmt: skip
     return Finding("samples", OK, f"{len(steps)} batches, no sample twice on {{}}", where=str(len(records)))
 
