@@ -132,3 +132,15 @@ def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there
     assert "was last started as `x.py`, now as `x.py 'a b'`" in said
     assert ("it resumes from its checkpoints" in said) == saved
     assert said.endswith("To start a new run: --name NAME or --fresh\n")
+
+
+def test_a_start_that_asked_for_help_or_was_refused_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(Path("runs/x"))
+    run.prepare(fresh=False)
+    for argv, status in ((("x.py", "--lr", "1"), 0), (("x.py", "-h"), 0), (("x.py", "--lrr"), 2)):
+        run.update_attempt(run.begin_attempt(1, argv), ended=1.0, status=status, outcome="")
+    compare_with_earlier_attempts(run, Program(("python",), ("x.py", "--lr", "1")))
+    compare_with_earlier_attempts(run, Program(("python",), ("x.py", "--help")))
+    assert capsys.readouterr().err == ""
+    compare_with_earlier_attempts(run, Program(("python",), ("x.py", "--lr", "2")))
+    assert "was last started as `x.py --lr 1`, now as `x.py --lr 2`" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankwise import schedulers
-from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, RunDirError
 from rankwise.host.terminal import typed
 from rankwise.host.text import short, stamp
 from rankwise.ipc import pickles
@@ -84,12 +84,18 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
             f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
             f"this run another name with {caller.name_option}, or rename the older run with {caller.fresh_option}"
         )
-    if before[1:] != now[1:]:
+    trained = [each.argv for each in attempts if each.status != EXIT_USAGE and not _asks_for_help(each.argv)]
+    if trained and trained[-1][1:] != now[1:] and not _asks_for_help(now):
+        before = trained[-1]
         resumes = "; it resumes from its checkpoints" if run.saved() else ""
         say(
             f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`"
             f"{resumes}. To start a new run: --name NAME or --fresh"
         )
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return not {"-h", "--help"}.isdisjoint(argv[1:])
 
 
 def _are_two_files(before: str, now: str) -> bool:
