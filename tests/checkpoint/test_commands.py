@@ -170,6 +170,8 @@ def test_an_exported_model_is_loaded_by_the_bare_module(kind: str, tmp_path: Pat
     model.load_state_dict(load(tmp_path / f"model.{kind}"))
     assert {float(p.detach().mean()) for p in model.parameters()} == {300.0}
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [f"model.{kind}"]  # no incomplete file beside it
+    (tmp_path / "plain").touch()
+    assert (tmp_path / f"model.{kind}").stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read it
 
 
 class Tied(nn.Module):

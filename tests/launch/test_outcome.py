@@ -77,6 +77,17 @@ def test_of_a_progress_bar_only_what_was_visible_last_is_shown(
     assert printed(capsys, 3, failure.summary, failure, saved=False)[1:3] == ["  started", "  999%|##"]
 
 
+def test_a_rank_that_printed_nothing_is_reported_without_empty_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/train"))
+    run.prepare(fresh=False)
+    run.log(1).touch()
+    failure = Failure(1, "vm", "rank 1 was killed by SIGKILL", 137, signal="SIGKILL", log="runs/train/logs/rank-1.log")
+    assert printed(capsys, 137, failure.summary, failure, saved=False)[:2] == ["", f"rankwise: {failure.summary}, on vm"]
+
+
 def test_a_run_that_was_killed_says_which_checkpoint_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,8 @@ def test_a_script_that_is_not_there_is_an_error_that_says_where_it_was_looked_fo
     Path("train.py").touch()
     with pytest.raises(ConfigError, match=r"; did you mean train\.py\?$"):
         examine("trian.py")
+    with pytest.raises(ConfigError, match=r"no script no\.py \(in .*\)$"):  # only the ending of train.py is alike
+        examine("no.py")
 
 
 @pytest.mark.parametrize("typed", ["folder", "folder/"])

@@ -278,6 +278,8 @@ def write_model(state: State, to: Path) -> None:
     """Write .pt or .safetensors; the end of the name decides. Raises CheckpointError if this fails."""
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode & 0o777  # as the umask says; safetensors replaces the file by one of mode 0600
         if to.suffix == ".safetensors":
             _save_safetensors(*_apart(state), temporary)
         else:
@@ -285,6 +287,7 @@ def write_model(state: State, to: Path) -> None:
 
             with open(temporary, "wb") as file:
                 torch.save(state, file)
+        temporary.chmod(mode)
         fsync(temporary)
         os.replace(temporary, to)
         fsync(to.absolute().parent)

@@ -107,7 +107,7 @@ def _last_lines(log: bytes, most: int = 5) -> str:
     crash = _CRASH.search(text)
     # Of a progress bar, which returns to the start of its line, only what was visible last.
     last = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")[-most:]]
-    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else last
+    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else last if text.strip() else []
     return "".join(f"  {cut(printable(line), _LONGEST_LINE)}\n" for line in lines)
 
 

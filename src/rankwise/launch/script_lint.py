@@ -49,8 +49,8 @@ def examine(script: str) -> ScriptFacts:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], n=1)
-        meant = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        near = difflib.get_close_matches(path.stem, [each.stem for each in path.parent.glob("*.py")], n=1)
+        meant = f"; did you mean {path.with_name(near[0] + '.py')}?" if near else ""
         raise ConfigError(f"there is no script {script} (in {os.getcwd()}){meant}") from None
     except OSError as error:
         raise ConfigError(f"the script {script} cannot be read: {error.strerror} (in {os.getcwd()})") from None
