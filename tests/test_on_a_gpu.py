@@ -114,6 +114,55 @@ print("the same")
     assert "the same\n" in said(launch(source, options=ONE))
 
 
+def test_steps_of_the_trainer_do_not_wait_for_the_gpu(launch) -> None:
+    source = (
+        SETUP
+        + """
+torch.use_deterministic_algorithms(False)
+model = made()
+modes = []
+def watched(model, batch):
+    if trainer.state.step in (5, 40):
+        torch.cuda.set_sync_debug_mode("error" if trainer.state.step == 5 else "default")
+    modes.append(torch.cuda.get_sync_debug_mode())
+    return step(model, batch)
+trainer = rw.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01), watched, data, global_batch_size=4, max_steps=45,
+                     clip_norm=0.5, actions=[rw.actions.Log(100), rw.actions.every(lambda state: None, steps=1000)])
+trainer.fit()
+print("without a wait:", modes.count(2), "steps")
+"""
+    )
+    assert "without a wait: 35 steps\n" in said(launch(source, options=ONE))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_step_that_is_judged_on_the_gpu_does_what_one_does_that_the_cpu_waits_for(launch, kind: str) -> None:
+    """Some samples give gradients that are not finite: their steps are skipped."""
+    source = SETUP + (
+        f"kind = {kind!r}\n"
+        """
+from rankwise.sync import late
+data.tensors[0][7], data.tensors[0][150] = float("nan"), float("inf")
+def trained(name, possible):
+    model = made()
+    del model[2:4]
+    late.is_possible, before = (late.is_possible if possible else lambda _: False), late.is_possible
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05)
+    trainer = rw.Trainer(model, optimizer, step, data, global_batch_size=10, max_steps=50, run_dir=name,
+                         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
+    assert (trainer.sync._late is not None) == possible
+    trainer.fit()
+    late.is_possible = before
+    return [p.detach().clone() for p in model.parameters()], trainer.state.steps_left_out, optimizer.param_groups[0]["lr"]
+one, other = trained("late", True), trained("waits", False)
+assert one[1:] == other[1:] and one[1] == 4, (one[1:], other[1:])
+assert all(map(torch.equal, one[0], other[0]))
+print("the same")
+"""
+    )
+    assert "the same\n" in said(launch(source, options=ONE))
+
+
 @pytest.mark.parametrize("way", ["compile", "cuda graphs", "bf16 weights", "channels last", "pinned"])
 def test_the_trainer_computes_the_same_with_what_gpus_are_used_with(launch, way: str) -> None:
     """After 20 steps without dropout, the loss is that of the plain way (of the same weights in bf16)."""

@@ -65,7 +65,9 @@ from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import StepResult, SyncStrategy
 from rankwise.sync import names as strategies
+from rankwise.sync.results import Results
 from rankwise.sync.skipped import SkippedSteps
+from rankwise.sync.strategy import LateResult
 from rankwise.telemetry.breakdown import TimeBreakdown
 from rankwise.telemetry.meters import Meters
 from rankwise.telemetry.progress import Progress
@@ -96,6 +98,13 @@ _EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(
 )
 _PRECISION = PRECISION.or_(instance(Precision, "Precision(name, ...)"))
 _wait_s = attrgetter("wait_s")
+
+
+def _always(_state: TrainState) -> bool:
+    """When an action is due that does not say it."""
+    return True
+
+
 _PREDICTED = Argument(DATA.accepts, "a dataset")
 
 
@@ -234,12 +243,15 @@ class Trainer:
             attach = getattr(action, "attach", None)
             if attach is not None:
                 attach(self)
-        schedule: list[Action] = [Schedule(parts.stepped)] if parts.stepped is not None else []
+        schedule = Schedule(parts.stepped) if parts.stepped is not None else None
+        are_finite = functools.partial(self.meters.are_finite, "loss")
+        self._results = Results(self._skipped, are_finite, self.meters.forget, schedule)
+        self._dues = [getattr(action, "is_due", _always) for action in parts.given]
         hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
         triggers = self.checkpoints.triggers
         saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
         self.actions: list[Action] = [
-            *schedule, parts.log, *hears, *([self._run_given] if parts.given else []), parts.write, check_rates, parts.replicas,
+            parts.log, *hears, *([self._run_given] if parts.given else []), parts.write, check_rates, parts.replicas,
             *saves,
         ]  # fmt: skip
         self._moments = Moments(self.state, [*parts.given, *saves], self.stop, self._meet)
@@ -254,6 +266,8 @@ class Trainer:
         """Run the actions that the user has given, measure their time without that of evaluations, and follow what they have
         changed in the model."""
         evaluations = self._actions.evaluations
+        if self._results.is_open and any(is_due(state) for is_due in self._dues):
+            self._results.settle(state)
         began = time.perf_counter() - sum(map(_wait_s, evaluations))
         for action in self._actions.given:
             action(state)
@@ -276,9 +290,11 @@ class Trainer:
                     loss_sum, count = self.forward(state.model, batch)
                     self.sync.backward(loss_sum, count, last=i == len(micro_batches))
                     self.meters.add(loss=(loss_sum.detach(), count))
+                self._results.hear(state, after=len(micro_batches))  # of the last step: a GPU has judged it by now
                 self._advance(state, self.sync.step(), len(micro_batches))
-                for action in self.actions:  # schedule, log, evaluate, the user's own, save: each is an action
+                for action in self.actions:  # log, evaluate, the user's own, save: each is an action
                     action(state)
+            self._results.hear(state)
             self._meet()
             self.stop.finish()
             if is_stopped := self._moments.end():  # by the script
@@ -327,21 +343,15 @@ class Trainer:
                 yield micro_batches
         yield from batches
 
-    def _advance(self, state: TrainState, result: StepResult, micro_batches: int) -> None:
+    def _advance(self, state: TrainState, result: StepResult | LateResult, micro_batches: int) -> None:
         state.step += 1
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
         state.skipped = False
-        is_finite = result.shared is None or result.shared.finite or self.meters.are_finite("loss", micro_batches)
-        if not result.mine.stepped:
-            self.meters.forget(micro_batches)  # the NaN of a skipped step would make the whole interval NaN
-        if result.shared is None:
-            return
-        if not result.shared.finite or result.shared.total <= 0:
-            self._skipped.add(state, result.shared, is_finite)
-        else:
-            self._skipped.in_a_row = 0
+        self._results.add(state, result, micro_batches)
+        if self._results.is_open and self._actions.log.is_due(state):
+            self._results.hear(state)
 
     def _end_early(self, state: TrainState) -> None:
         """Collective. The script has stopped the run: do what the actions of this step would have done if it were the last."""
@@ -416,7 +426,7 @@ class Trainer:
         if self._actions.stepped is not None and steps is not None:
             check_schedule(self._actions.stepped, steps)
         self._saving.begin(state.step, saved=manifest is not None)
-        self._skipped.begin()
+        self._results.begin()
         self._begun_at = self._weights.finite_at = state.step
         batch, strategy, precision = self.loader.describe_batch(), self.sync.describe(), self.precision.name
         scaled = optimizers.scaled(state.optimizer)
@@ -457,6 +467,7 @@ class Trainer:
 
     def _ready_to_save(self, state: TrainState) -> None:
         """Collective. Before a save: measure the state, and check that it is finite and the same on all ranks."""
+        self._results.hear(state)
         self._meet()
         self._actions.log.reduce(state)
         self._actions.write(state)

@@ -35,6 +35,10 @@ class EarlyStopping:
         self._worse = 0
         self._measured = Measured("EarlyStopping", metric)
 
+    def is_due(self, state: TrainState) -> bool:
+        """Whether it looks at this step."""
+        return self._measured.is_new(state)
+
     def __call__(self, state: TrainState) -> None:
         value = self._measured.newly(state)
         if value is None:

@@ -80,7 +80,7 @@ class Log:
 
     def __call__(self, state: TrainState) -> None:
         self._epoch_steps += 1
-        if state.step % self.every_steps == 0 or state.epoch_ended or state.last:
+        if self.is_due(state):
             self.reduce(state)
             self._interval = {}
         now = time.monotonic()
@@ -90,6 +90,10 @@ class Log:
             self._end_epoch(state)
         elif now - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
             self._say_line(state, "")  # without metrics: these are reduced on all ranks together, at a log interval
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether a log interval ends after this step, on all ranks."""
+        return state.step % self.every_steps == 0 or state.epoch_ended or state.last
 
     def reduce(self, state: TrainState) -> None:
         """Collective. Update the metrics to this step: means since the last log interval. A save in between changes none of

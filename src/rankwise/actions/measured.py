@@ -20,6 +20,10 @@ class Measured:
         self._without: int | None = None
         """The step of the last call, if it had not measured the metric then."""
 
+    def is_new(self, state: TrainState) -> bool:
+        """Whether this step has measured anything."""
+        return bool(state.measured_now)
+
     def newly(self, state: TrainState) -> float | None:
         """The value if this step has measured the metric. Raises ConfigError if nothing has measured it so far, and the step
         has other metrics of the same evaluation. Warns if the last step measured it after this call."""

@@ -57,17 +57,23 @@ class Every:
         """A loop begins, and so does the first interval in seconds."""
         self.by_gate, self.time_is_over, self._last_s, self._ran_at = by_gate, False, 0.0, -1
 
-    def __call__(self, state: TrainState) -> None:
-        due = (
+    def is_due(self, state: TrainState) -> bool:
+        """Whether a trigger is."""
+        return (
             (self._steps is not None and state.step % self._steps == 0)
             or (self._epochs is not None and state.epoch_ended and state.epoch % self._epochs == 0)
             or (self._at_end and state.last)
             or self.time_is_over
+            or self._clock_is_due(state)
         )
-        if self.seconds is not None and not self.by_gate and state.clock_s - self._last_s >= self.seconds:
-            self._last_s = state.clock_s
-            due = True
-        if due:
+
+    def _clock_is_due(self, state: TrainState) -> bool:
+        return self.seconds is not None and not self.by_gate and state.clock_s - self._last_s >= self.seconds
+
+    def __call__(self, state: TrainState) -> None:
+        if self.is_due(state):
+            if self._clock_is_due(state):
+                self._last_s = state.clock_s
             self.time_is_over = False
             self._run(state)
 

@@ -30,6 +30,10 @@ class Plateau:
         """Raises ConfigError for the scheduler of another optimizer: it would change nothing."""
         optimizers.check(trainer.state.model, trainer.state.optimizer, self.scheduler)
 
+    def is_due(self, state: TrainState) -> bool:
+        """Whether it looks at this step."""
+        return self._measured.is_new(state)
+
     def __call__(self, state: TrainState) -> None:
         if (value := self._measured.newly(state)) is not None:
             self.scheduler.step(value)

@@ -131,8 +131,9 @@ def norms(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tenso
     return [torch.linalg.vector_norm(gradient, 2, dtype=dtype) for gradient in gradients]
 
 
-def scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Multiply each tensor in place. With public names only, this would be one kernel per tensor on a GPU."""
+def scale(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each tensor in place, by a number or a tensor that has one. With public names only, this would be one kernel per
+    tensor on a GPU."""
     import torch
 
     foreach = _find(torch, "_foreach_mul_") if len(gradients) > 1 else None  # for one tensor it takes longer

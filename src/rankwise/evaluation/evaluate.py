@@ -108,6 +108,10 @@ class Evaluate:
         """A loop begins."""
         self._trigger.begin(by_gate=False)
 
+    def is_due(self, state: TrainState) -> bool:
+        """Whether it evaluates after this step."""
+        return self._trigger.is_due(state)
+
     def __call__(self, state: TrainState) -> None:
         """Collective. Evaluate if it is due."""
         self._trigger(state)

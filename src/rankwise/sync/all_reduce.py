@@ -10,6 +10,7 @@ mean, for any number of ranks, micro-batches and samples. Ways to add: flat.py, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.host.arguments import ANYTHING, OPTIMIZER, Argument, instance, one_of, takes
+from rankwise.sync import late
 from rankwise.sync.average import common_buffers
 from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
@@ -30,8 +32,9 @@ from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.gradient_watch import GradientWatch
 from rankwise.sync.in_place import InPlaceReduction, pays
-from rankwise.sync.reduction import Count, Reduction, Sums, Tail
-from rankwise.sync.strategy import Held, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
+from rankwise.sync.late import LateSteps
+from rankwise.sync.reduction import Count, Reduction, Sums, Tail, norm_of
+from rankwise.sync.strategy import Held, LateResult, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.direct_step import DirectStep
 from rankwise.training.mean_loss import warn_of_mean
@@ -152,7 +155,7 @@ class AllReduce(NeedsAttach):
         _attached.add(self)
         for each in _attached:
             each._is_one_of_several = len(_attached) > 1
-        self._reduction = self._new_reduction()
+        self._reduction, self._late = self._new_reduction(), self._new_late()
         with contextlib.suppress(AttributeError):  # an optimizer that wraps another may have no hooks
             self._on_step = optimizer.register_step_pre_hook(self._before_step)
         return self
@@ -174,6 +177,16 @@ class AllReduce(NeedsAttach):
                 f"the gradient of {sparse[0]} is sparse, which DDP's buckets cannot hold; use AllReduce(overlap=False)"
             )
         return DdpReduction(parameters)
+
+    def _new_late(self) -> LateSteps | None:
+        if self._loss_scale is not None or self._compress is not None or not late.is_possible(self._trained.parameters):
+            return None
+        agree = functools.partial(self._agree, StepError)
+        return LateSteps(self._apply, self._trained.parameters[0], self._factor * self._nominal, self._clip_norm, agree)
+
+    def _settle(self) -> None:
+        if self._late is not None:
+            self._late.settle()
 
     def _takes_ddp(self, parameters: Sequence[nn.Parameter]) -> bool:
         size = sum(p.numel() * p.element_size() for p in parameters)
@@ -200,6 +213,7 @@ class AllReduce(NeedsAttach):
             self._follow(told=True)
 
     def meet(self) -> None:
+        self._settle()
         if self._together:
             self._reduction.reduce(changed=True).read()
             self._reduction.release()
@@ -209,6 +223,7 @@ class AllReduce(NeedsAttach):
         """Announce the change with a message that has the layout of the old parameters. A rank without a change takes part in
         it, because it looks like the message of a step. Then all ranks compare what they train, and use the new parameters.
         `told`: whether the values of new parameters may be sent."""
+        self._settle()
         old = self._reduction
         gradients, count = old.take_home()
         home = {id(p): g for p, g in zip(old.parameters, gradients, strict=True)}
@@ -227,7 +242,7 @@ class AllReduce(NeedsAttach):
             raise StepError(f"the new parameters ({some(list(new))}) had different values on the ranks in this step; {_FOLLOW}")
         self._waited_s += old.wait_s
         self._sent_before += old.sent_bytes
-        self._reduction = self._new_reduction()
+        self._reduction, self._late = self._new_reduction(), self._new_late()
         found = [home.get(id(p), mine.get(id(p))) for p in self._reduction.parameters]
         self._reduction.put(found, count)
         align_state(self._optimizer)
@@ -252,6 +267,7 @@ class AllReduce(NeedsAttach):
         if isinstance(count, torch.Tensor):
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
+            self._settle()  # the pass sends
             last = not self._trained.changed()
         if self._watch.is_on or self._is_one_of_several:  # of several models, one may pass through another at any time
             self._watch.before_pass(self._reduction, is_first=not self._called)
@@ -311,7 +327,7 @@ class AllReduce(NeedsAttach):
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
-    def step(self) -> StepResult:
+    def step(self) -> StepResult | LateResult:
         """Collective. Reduce the gradient (one message, or DDP's buckets); the same message carries the count and all flags.
 
         The step is skipped on all ranks if the gradient is not finite, or the count is 0.
@@ -327,11 +343,17 @@ class AllReduce(NeedsAttach):
         finally:
             self._inside = False
 
-    def _step(self) -> StepResult:
+    def _step(self) -> StepResult | LateResult:
+        self._settle()
         if not self._reduction.begun and self._trained.changed():
             self._follow(told=False)
         tail = self._reduction.reduce()
-        shared, sums = self._judge(self._reduction.gradients(), tail)
+        gradients, dtype = self._reduction.gradients(), torch.float32 if self._late is None else torch.float64
+        norm = norm_of(gradients, dtype)
+        if self._late is not None and (result := self._late.step(gradients, norm, tail)) is not None:
+            self._reduction.release()
+            return result
+        shared, sums = self._judge(gradients, norm, tail)
         if sums.changed:  # on other ranks: all compare what they train
             self._agree(StepError)
         stepped = shared.finite and shared.total > 0
@@ -341,16 +363,16 @@ class AllReduce(NeedsAttach):
             self._apply()
         self._reduction.release()
         self._loaded = _NOTHING
-        return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
+        known = StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
+        return known if self._late is None else LateResult(lambda: known)
 
-    def _judge(self, gradients: list[torch.Tensor], tail: Tail) -> tuple[Shared, Sums]:
+    def _judge(self, gradients: list[torch.Tensor], norm_there: torch.Tensor, tail: Tail) -> tuple[Shared, Sums]:
         """Make the gradients those of the mean loss, and clip them. All ranks see the same sums, so all make the same
         decision."""
-        norm_there = _norm(gradients, torch.float32)
         sums = tail.read()  # waits for the device, once per step
         norm = norm_there.item()
         if not 1 / _LARGE < norm < _LARGE:
-            norm = _norm(gradients, torch.float64).item()  # float32 cannot hold the squares
+            norm = norm_of(gradients, torch.float64).item()  # float32 cannot hold the squares
         finite = math.isfinite(norm) and math.isfinite(sums.total)
         if finite and sums.total > 0:
             self._reduction.applied([] if sums.complete else tail.without_gradient())
@@ -393,6 +415,7 @@ class AllReduce(NeedsAttach):
 
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
+        self._settle()
         model = self._trained.model if module is None else module
         if not self._together:
             yield
@@ -424,6 +447,7 @@ class AllReduce(NeedsAttach):
 
     def finish(self) -> Shared | None:
         """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
+        self._settle()
         comm.broadcast(list(common_buffers(self._trained.model).values()))
         if self._on_step is not None:
             self._on_step.remove()
@@ -474,19 +498,3 @@ class AllReduce(NeedsAttach):
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compares bits: zeros of different signs differ, and two NaNs may be equal."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
-    """The norm of all gradients together, as a tensor: this does not wait for the device."""
-    if not gradients:
-        return torch.zeros((), dtype=at_least, device="cpu")
-    if len(gradients) == 1:
-        [whole] = gradients
-        is_exact = whole.dtype == at_least  # the common case: to pass the dtype takes longer
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            whole, dtype=None if is_exact else torch.promote_types(whole.dtype, at_least)
-        )
-        return norm
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
-    together: torch.Tensor = torch.linalg.vector_norm(torch.stack(private_names.norms(gradients, dtype)))
-    return together

@@ -23,7 +23,7 @@ from rankwise.sync.average import assign
 from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
 from rankwise.sync.reduction import Count
-from rankwise.sync.strategy import Shared, StepResult
+from rankwise.sync.strategy import LateResult, Shared, StepResult
 from rankwise.training.precision import LossScale
 
 _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
@@ -153,7 +153,7 @@ class DiLoCo(LocalSGD):
         self._before_step = {}
         super().backward(loss_sum, count, last=last)
 
-    def step(self) -> StepResult:
+    def step(self) -> StepResult | LateResult:
         self._before_step = {}  # a rank without a sample has no backward pass
         return super().step()
 

@@ -29,7 +29,7 @@ from rankwise.host.text import count, numbered, size
 from rankwise.sync.average import average, gather_numbers, payload_bytes
 from rankwise.sync.local import Local
 from rankwise.sync.reduction import Count
-from rankwise.sync.strategy import Held, NeedsAttach, Promise, Shared, StepResult, check_alike
+from rankwise.sync.strategy import Held, LateResult, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.training.optimizer import named_state
 from rankwise.training.precision import LossScale
 
@@ -127,7 +127,7 @@ class LocalSGD(NeedsAttach):
 
     # --- steps
 
-    def step(self) -> StepResult:
+    def step(self) -> StepResult | LateResult:
         result = self._local.step()
         self._done += 1
         if self._local.is_exact:

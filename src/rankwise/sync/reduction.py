@@ -9,11 +9,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from rankwise.dist import private_names
+
 Count = float | torch.Tensor
 
 _BITS = 12  # per limb: the sum of a limb over 4096 ranks is exact in float32
 _LIMBS = 5
 _UNITS = [2.0 ** (_BITS * k) for k in range(_LIMBS)]
+_NONE = torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 class Sums(NamedTuple):
@@ -38,6 +41,11 @@ class Tail(Protocol):
     def read(self) -> Sums:
         """The sums. Waits for the device."""
 
+    def there(self) -> tuple[Count, torch.Tensor] | None:
+        """(the sum of the counts, the number of ranks on which the set of trained parameters has changed), without a wait for
+        the device; of a count that is here, the second one has no meaning. None if this rank does not know that every parameter
+        has a gradient on some rank, or has changed its set."""
+
     def without_gradient(self) -> list[int]:
         """The parameters that got no gradient on any rank. Waits for the device: call this only if no rank has all
         gradients."""
@@ -53,6 +61,12 @@ class LocalTail:
 
     def read(self) -> Sums:
         return Sums(float(self._count), float(self._touched is None), float(self._changed))
+
+    def there(self) -> tuple[Count, torch.Tensor] | None:
+        if self._touched is not None or self._changed:
+            return None
+        count = self._count.reshape(()) if isinstance(self._count, torch.Tensor) else self._count
+        return count, torch.zeros_like(count) if isinstance(count, torch.Tensor) else _NONE
 
     def without_gradient(self) -> list[int]:
         return [index for index, touched in enumerate(self._touched or ()) if not touched]
@@ -71,6 +85,9 @@ class RidingTail:
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
         self._written: tuple[float, bool, bool] | None = None
+        self._is_usual = False
+        """Whether this rank has all gradients and trains what it did before."""
+
         self._ends = view[-self.LENGTH :]
         self._source = torch.zeros_like(self._ends)
         self._units = torch.tensor(_UNITS, dtype=torch.float64, device=view.device)
@@ -82,6 +99,7 @@ class RidingTail:
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         """Write into the view, which must be zero before."""
         complete = touched is None
+        self._is_usual = complete and not changed
         if isinstance(count, torch.Tensor):
             self._written = None
             self._source[0] = complete
@@ -90,7 +108,8 @@ class RidingTail:
         elif self._written != (count, complete, changed):
             self._written = (count, complete, changed)
             values = [float(complete), float(changed), *_limbs(count)]
-            self._source = torch.tensor(values, dtype=self._ends.dtype, device=self._ends.device)
+            source = torch.tensor(values, dtype=self._ends.dtype, device="cpu")
+            self._source = source.to(self._ends.device, non_blocking=True)  # made there, it would wait for the GPU
         self._ends.copy_(self._source)
         if touched is not None:
             self._view[: -self.LENGTH] = torch.tensor(touched, dtype=self._view.dtype, device="cpu")
@@ -98,6 +117,12 @@ class RidingTail:
     def read(self) -> Sums:
         complete, changed, *limbs, rest = self._ends.tolist()
         return Sums(sum(limb * unit for limb, unit in zip(limbs, _UNITS, strict=True)) + rest, complete, changed)
+
+    def there(self) -> tuple[Count, torch.Tensor] | None:
+        if not self._is_usual:
+            return None
+        ends = self._ends.to(torch.float64)
+        return (ends[2:-1] * self._units).sum() + ends[-1], ends[1]
 
     def without_gradient(self) -> list[int]:
         return torch.nonzero(self._view[: -self.LENGTH] == 0).flatten().tolist()
@@ -198,3 +223,19 @@ class SeparateGradients:
     def release(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def norm_of(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
+    """The norm of all gradients together, as a tensor: this does not wait for the device."""
+    if not gradients:
+        return torch.zeros((), dtype=at_least, device="cpu")
+    if len(gradients) == 1:
+        [whole] = gradients
+        is_exact = whole.dtype == at_least  # the common case: to pass the dtype takes longer
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            whole, dtype=None if is_exact else torch.promote_types(whole.dtype, at_least)
+        )
+        return norm
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
+    together: torch.Tensor = torch.linalg.vector_norm(torch.stack(private_names.norms(gradients, dtype)))
+    return together

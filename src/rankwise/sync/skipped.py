@@ -33,15 +33,23 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def add(self, state: TrainState, result: Shared, loss_is_finite: bool = True) -> None:
-        """Collective. The steps of this result were skipped. All ranks see the same result, so either all raise StepError or
-        none does. `loss_is_finite`: on this rank."""
-        if not result.finite:
-            self._weights.check(state, f"since step {state.step - 1}")
-        why = "the gradient is not finite" if not result.finite else f"the counts of all ranks add up to {result.total:g}"
+        """Collective. The steps of this result were skipped: count and report them."""
+        self.count(state, result)
+        self.report(state, result, loss_is_finite)
+
+    def count(self, state: TrainState, result: Shared) -> None:
+        """Local."""
         state.steps_left_out += result.steps
         state.skipped = True
         self._results = self._results + 1 if self.in_a_row else 1
         self.in_a_row += result.steps
+
+    def report(self, state: TrainState, result: Shared, loss_is_finite: bool = True) -> None:
+        """Collective, after `count`. All ranks see the same result, so either all raise StepError or none does.
+        `loss_is_finite`: on this rank."""
+        if not result.finite:
+            self._weights.check(state, f"since step {state.step - 1}")
+        why = "the gradient is not finite" if not result.finite else f"the counts of all ranks add up to {result.total:g}"
         is_reported = self._results <= _PRINTED or self.in_a_row >= _MOST_IN_A_ROW or state.last
         loss = _of_losses(loss_is_finite) if is_reported and not result.finite else ""
         if self.in_a_row >= _MOST_IN_A_ROW:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.errors import NotAttachedError
+from rankwise.errors import NotAttachedError, StepError
 from rankwise.training.fingerprint import compare
 from rankwise.training.precision import LossScale
 
@@ -62,6 +63,34 @@ class StepResult(NamedTuple):
     mine: Mine
     shared: Shared | None
     """None: nothing was sent in this step, so no decision may depend on it."""
+
+
+class LateResult:
+    """A StepResult that the device still computes: reading it waits. The step is done, or skipped, there. The same strategy
+    returns one for each step, on all ranks, whether or not the numbers are here already."""
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        self._read: Callable[[], StepResult] | None = read
+        self._known: StepResult | None = None
+
+    def __reduce__(self) -> tuple[type[StepResult], StepResult]:
+        return StepResult, self.read()
+
+    def read(self) -> StepResult:
+        if self._read is not None:
+            read, self._read = self._read, None
+            self._known = read()
+        if self._known is None:
+            raise StepError("the result of this step is not known: the ranks do not train the same any more")
+        return self._known
+
+    @property
+    def mine(self) -> Mine:
+        return self.read().mine
+
+    @property
+    def shared(self) -> Shared | None:
+        return self.read().shared
 
 
 def check_alike(strategy: SyncStrategy, **attached: Any) -> None:
@@ -141,7 +170,7 @@ class SyncStrategy(Protocol):
         """Add the gradient of this micro-batch. `loss_sum`: a scalar; `count`: the number of samples or tokens that it sums.
         `last`: it is the last of this step on this rank, so that sending may start. Never waits."""
 
-    def step(self) -> StepResult:
+    def step(self) -> StepResult | LateResult:
         """Collective. Reduce the gradient, check and clip it, and step. Afterwards gradients are zero. Raises on all ranks or
         on none."""
 

@@ -67,15 +67,15 @@ class Meters:
                 _fold(self._sums[name])
                 _fold(self._counts[name])
 
-    def forget(self, times: int) -> None:
-        """Drop the values of the last `times` calls of `add`, at most 4096."""
+    def forget(self, times: int, after: int = 0) -> None:
+        """Drop the values of `times` calls of `add`: those before the last `after` ones. At most 4096 in all."""
         for values in (*self._sums.values(), *self._counts.values()):
-            del values[len(values) - times :]
+            del values[_of_calls(values, times, after)]
 
-    def are_finite(self, name: str, times: int) -> bool:
-        """Whether the sums of the last `times` calls of `add` are. Waits for the device."""
+    def are_finite(self, name: str, times: int, after: int = 0) -> bool:
+        """Whether the sums of these calls of `add` are. Waits for the device."""
         values = self._sums[name]
-        return math.isfinite(_total(values[len(values) - times :]))
+        return math.isfinite(_total(values[_of_calls(values, times, after)]))
 
     def clear(self) -> None:
         """Drop the values of all calls of `add` since the last reduction."""
@@ -99,6 +99,11 @@ class Meters:
         totals = {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}
         begin = len(flat)
         return totals, packed[begin - 1], [packed[begin + r * len(row) :][: len(row)] for r in range(len(rows))]
+
+
+def _of_calls(values: list[Number], times: int, after: int) -> slice:
+    end = max(len(values) - after, 0)
+    return slice(max(end - times, 0), end)
 
 
 def _total(values: list[Number]) -> float:

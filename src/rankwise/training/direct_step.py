@@ -7,7 +7,7 @@ For a model of two layers, `optimizer.step()` takes 70 to 90 us on a CPU, and it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,9 @@ _kind = attrgetter("device", "dtype")  # torch has a kernel for each
 Kernel = Callable[..., object]
 State = Mapping[torch.Tensor, Mapping[str, Any]]
 Group = Mapping[str, Any]
-Launch = Callable[[], object]
+Launch = Callable[..., object]
+"""A kernel with its arguments. `found_inf`: a tensor; if it is 1, the kernel changes nothing."""
+
 LaunchOf = Callable[[list[nn.Parameter], State, Group], Launch | None]
 
 
@@ -47,24 +49,40 @@ class DirectStep:
         return DirectStep, (self._optimizer, self._own_hook)
 
     def __call__(self) -> None:
-        optimizer = self._optimizer
-        steps = getattr(type(optimizer), "step", None), getattr(optimizer, "__dict__", {}).get("step")
-        is_first = steps != self._steps
-        if is_first:
+        launches = self.launches()
+        if launches is not None:
+            self.launch(launches)
+            return
+        optimizer, steps = self._optimizer, self._methods()
+        if steps != self._steps:
             self._steps, self._inner = steps, self._find_inner(*steps)
         if self._inner is None or self._is_watched():
             optimizer.step()
             return
+        with torch.no_grad():
+            self._inner(optimizer)
+
+    def launches(self) -> list[Launch] | None:
+        """The kernels of this step with their arguments. None if torch's Python is needed for one of them, as in the first
+        step."""
+        if self._launch_of is None or self._inner is None or self._methods() != self._steps or self._is_watched():
+            return None
+        return self._launches(self._launch_of)
+
+    @staticmethod
+    def launch(launches: Sequence[Launch], **given: torch.Tensor) -> None:
+        """Step with these kernels. `given`: `found_inf`."""
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
-            launches = self._launches(self._launch_of) if self._launch_of is not None and not is_first else None
-            if launches is None:
-                self._inner(optimizer)
-            for launch in launches or ():
-                launch()
+            for launch in launches:
+                launch(**given)
         finally:
             torch.set_grad_enabled(before)
+
+    def _methods(self) -> tuple[Any, Any]:
+        optimizer = self._optimizer
+        return getattr(type(optimizer), "step", None), getattr(optimizer, "__dict__", {}).get("step")
 
     def _find_inner(self, of_kind: Any, own: Any) -> Callable[[Optimizer], Any] | None:
         """The step without what torch has wrapped around it. None if something else may be around it."""
@@ -129,8 +147,10 @@ def _adam(
         eps=group["eps"], maximize=group["maximize"],
     )  # fmt: skip
 
-    def launch() -> None:
+    def launch(**given: torch.Tensor) -> None:
         add(steps, 1)
-        kernel()
+        kernel(**given)
+        if (found_inf := given.get("found_inf")) is not None:
+            add(steps, [found_inf] * len(steps), alpha=-1)
 
     return launch
