@@ -57,6 +57,17 @@ def test_an_exception_of_a_loader_worker_that_cannot_be_rebuilt_is_told_with_its
     )
 
 
+def test_an_exception_that_a_loader_worker_has_sent_is_told_with_the_line_there() -> None:
+    traceback = (
+        'Traceback (most recent call last):\n  File "/home/ann/train.py", line 9, in <module>\n    trainer.fit()\n'
+        "ValueError: audio_5 is empty\nin sample 77 of Speech\nraised in a loader worker:\n"
+        'Traceback (most recent call last):\n  File "/home/ann/data.py", line 6, in __getitem__\n    raise ValueError(path)\n'
+        "ValueError: audio_5 is empty\nin sample 77 of Speech\n"
+    )
+    told = reword(record("ValueError", "audio_5 is empty", traceback=traceback), 1, "train.py")
+    assert (told.exception, told.where) == ("ValueError: audio_5 is empty", "data.py:6, in a loader worker")
+
+
 SPAWNED = """
 
 -- Process 1 terminated with the following error:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import rankwise
+from rankwise.errors import DataError
 from rankwise.host.stack_text import shortened, unescaped
+from rankwise.ipc.pickles import pack_error, unpack_error
 
 OURS = Path(rankwise.__file__).parent
 
@@ -47,6 +49,25 @@ def test_a_traceback_keeps_the_frames_of_rankwise_from_which_the_error_comes(rai
     assert shortened(BEGIN + raised + ERROR) == BEGIN + raised + ERROR
     both = BEGIN + raised + ERROR + "\nThe above exception was the direct cause of the following exception:\n\n"
     assert shortened(both + BEGIN + raised + ERROR) == both + BEGIN + raised + ERROR
+
+
+@pytest.mark.parametrize("message", ["KeyError: 7\nin sample 7 of Data\n", "rankwise.errors.DataError: "])
+def test_frames_that_only_pass_on_the_error_of_another_process_are_counted(message: str) -> None:
+    error = unpack_error(pack_error(KeyError(7)), "in a loader worker", DataError)
+    (note,) = error.__notes__
+    note = note.partition("\n")[0] + "\n"
+    worker = BEGIN + TRAINER + SCRIPT + ERROR
+    assert shortened(BEGIN + SCRIPT + TRAINER + LOADER + message + note + worker) == (
+        BEGIN
+        + SCRIPT
+        + "  ... 2 frames in rankwise\n"
+        + message
+        + note
+        + BEGIN
+        + "  ... 1 frame in rankwise\n"
+        + SCRIPT
+        + ERROR
+    )
 
 
 def test_names_in_what_the_fault_handler_prints_are_as_they_were_written() -> None:

@@ -126,6 +126,9 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
         return replace(told, remark=_of_devices(record.get("visible"), record.get("local_rank"), together))
     if (shortage := record.get("shortage")) is not None:
         return replace(told, remark=shortage)
+    traceback = str(record.get("traceback") or "")
+    if found := _ELSEWHERE.search(traceback):  # in a note
+        return replace(told, where=_within(traceback[found.end() :], found[1]))
     return told
 
 

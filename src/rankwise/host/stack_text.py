@@ -14,6 +14,8 @@ from rankwise.host.text import count
 _OURS = f"{Path(__file__).parents[1]}/"
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u(?!d[89a-f])([0-9a-f]{4})|U([0-9a-f]{8}))")  # but no halves of a pair
+_BEGIN = "Traceback (most recent call last):\n"
+_FROM_ELSEWHERE = re.compile(r"^(?:[\w.]+: )?raised (?:in|on) .+:\n\Z", re.MULTILINE)  # the words of unpack_error
 _STACK = re.compile(r'(?:^  File ".+", line \d+, in .+\n(?:    .*\n)*)+', re.MULTILINE)
 
 
@@ -39,13 +41,20 @@ def is_of_a_collective(file: str, function: str) -> bool:
 
 def shortened(traceback: str) -> str:
     """The frames of rankwise above a frame of the user's code become one line each time. Those below the last such frame
-    remain: the error comes from there."""
-    return _STACK.sub(lambda stack: _without_ours(stack[0]), traceback)
+    remain: the error comes from there. If it was raised in another process, whose traceback follows, they do not."""
+    return _STACK.sub(lambda stack: _without_ours(stack[0], _is_from_elsewhere(traceback, stack.end())), traceback)
 
 
-def _without_ours(stack: str) -> str:
+def _is_from_elsewhere(traceback: str, end: int) -> bool:
+    """Whether the traceback of another process is in the message below the frames that end here."""
+    message, _, other = traceback[end:].partition(_BEGIN)
+    return bool(other) and _FROM_ELSEWHERE.search(message) is not None
+
+
+def _without_ours(stack: str, is_from_elsewhere: bool) -> str:
     frames = [(frame[0], frame[1]) for frame in _FRAME.finditer(stack)]
     last = max((number for number, (_, file) in enumerate(frames) if is_the_users(file)), default=0)
+    last = len(frames) if is_from_elsewhere else last
     shown: list[str] = []
     for hidden, group in itertools.groupby(enumerate(frames), lambda item: item[0] < last and item[1][1].startswith(_OURS)):
         texts = [text for _, (text, _) in group]
