@@ -654,6 +654,13 @@ def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:
     assert SEPARATE in run.output()
 
 
+def test_ranks_that_print_their_help_are_not(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser(description='Trains.').parse_args()")
+    done = rankwise("run", "--nproc", "2", "script.py", "--help")
+    assert "Trains." in done.stdout
+    assert "on its own" not in done.stdout + done.stderr
+
+
 SEPARATE = "; no rank called a collective: the script ran 2 times, each time on its own (to train one model together, it needs"
 TORCH = "import torch, torch.distributed as dist; dist.init_process_group('gloo');"
 OURS = "import torch, rankwise; rankwise.init();"

@@ -26,7 +26,7 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.text import clock, listed, numbered, short
 from rankwise.ipc.shared_page import JOIN_S, agreed
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
-from rankwise.run.plan import Plan
+from rankwise.run.plan import Plan, asks_for_help
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # after the first failure: the reports of the other ranks come within this time
@@ -405,7 +405,8 @@ class Head:
 
     def _strangers(self, parts: Sequence[NodeView], ranks: int) -> str:
         """A remark if no rank called a collective: N separate runs are hardly ever what the user wants."""
-        if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
+        may_train = ranks > 1 and self._plan.interpreter and not asks_for_help(self._plan.argv)
+        if not may_train or any(part.end is not None and part.end.groups for part in parts):
             return ""
         return (
             f"; no rank called a collective: the script ran {ranks} times, each time on its own (to train one model together, "

@@ -28,7 +28,7 @@ from rankwise.launch.script import Program
 from rankwise.launch.status import called, state_of
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import Job, RunDir, write_json, write_text
-from rankwise.run.plan import Plan
+from rankwise.run.plan import Plan, asks_for_help
 from rankwise.schedulers.job import State
 
 _LOOK_S = 1.0
@@ -84,18 +84,14 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
             f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
             f"this run another name with {caller.name_option}, or rename the older run with {caller.fresh_option}"
         )
-    trained = [each.argv for each in attempts if each.status != EXIT_USAGE and not _asks_for_help(each.argv)]
-    if trained and trained[-1][1:] != now[1:] and not _asks_for_help(now):
+    trained = [each.argv for each in attempts if each.status != EXIT_USAGE and not asks_for_help(each.argv)]
+    if trained and trained[-1][1:] != now[1:] and not asks_for_help(now):
         before = trained[-1]
         resumes = "; it resumes from its checkpoints" if run.saved() else ""
         say(
             f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`"
             f"{resumes}. To start a new run: --name NAME or --fresh"
         )
-
-
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return not {"-h", "--help"}.isdisjoint(argv[1:])
 
 
 def _are_two_files(before: str, now: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ class Host:
     name: str
     slots: int
     """Ranks there; 0: as many as it has devices."""
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether the script prints its arguments, and trains nothing."""
+    return not {"-h", "--help"}.isdisjoint(argv[1:])
 
 
 @dataclass(frozen=True)
