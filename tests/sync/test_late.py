@@ -169,6 +169,32 @@ def test_a_layer_that_one_rank_alone_has_frozen_is_an_error_of_all_in_the_next_s
     assert "0.weight is trained on rank 0 and frozen on rank 1" in of_rank_0
 
 
+def test_numbers_are_copied_into_pinned_memory_and_waited_for_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CUDA, only what it calls."""
+    calls: list[Any] = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            calls.append(stream)
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    def zeros(*size: int, pin_memory: bool, **given: Any) -> torch.Tensor:
+        calls.append(("pinned", pin_memory))
+        return torch.empty(*size, **given).zero_()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "zeros", zeros)
+    arrival = late.Arrival(torch.device("cuda:1"), 3)
+    arrival.send(torch.tensor([2.5], dtype=torch.float64))
+    assert arrival.wait() == [2.5, 0.0, 0.0]
+    arrival.send(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    assert arrival.wait() == [1.0, 2.0, 3.0]
+    assert calls == [("pinned", True), *2 * ["stream of cuda:1", "synchronize"]]
+
+
 def step_fn(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +41,13 @@ class Arrival:
 
     def __init__(self, device: torch.device, numbers: int) -> None:
         self._here = torch.zeros(numbers, dtype=torch.float64, device="cpu", pin_memory=True)
-        self._event = torch.Event(device)
+        cuda: Any = torch.cuda
+        self._device, self._event = device, cuda.Event()
 
     def send(self, numbers: torch.Tensor) -> None:
         """Start to copy these into the first places. Does not wait."""
         self._here[: len(numbers)].copy_(numbers, non_blocking=True)
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> list[float]:
         """All places, when the numbers that were sent last have arrived."""
