@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.host.stack_text import is_of_a_collective, is_the_users, unescaped
+from rankwise.host.stack_text import FROM_ELSEWHERE, is_of_a_collective, is_the_users, unescaped
 from rankwise.host.terminal import typed
 from rankwise.host.text import count, listed
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
-_ELSEWHERE = re.compile(r"raised (on [^\n]+|in a loader worker):\nTraceback \(most recent call last\):\n")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _CALL = re.compile(r'^  File "(.+)", line \d+, in (\w+)$', re.MULTILINE)
 _UNUSED = re.compile(r"Parameter(?:s| indices) which did not receive grad for rank \d+: (.+)")
@@ -101,7 +100,7 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
     told = ExceptionText(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
         return _of_another_process(told, message, f"in loader worker {found[1]}")
-    if found := _ELSEWHERE.match(message):
+    if found := FROM_ELSEWHERE.match(message):
         return _of_another_process(told, message, found[1])
     if found := _IN_SPAWNED.search(message):
         return _of_another_process(told, message, f"in process {found[1]}, which the script spawned")
@@ -127,7 +126,7 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
     if (shortage := record.get("shortage")) is not None:
         return replace(told, remark=shortage)
     traceback = str(record.get("traceback") or "")
-    if found := _ELSEWHERE.search(traceback):  # in a note
+    if found := FROM_ELSEWHERE.search(traceback):  # in a note
         return replace(told, where=_within(traceback[found.end() :], found[1]))
     return told
 

@@ -15,7 +15,8 @@ _OURS = f"{Path(__file__).parents[1]}/"
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u(?!d[89a-f])([0-9a-f]{4})|U([0-9a-f]{8}))")  # but no halves of a pair
 _BEGIN = "Traceback (most recent call last):\n"
-_FROM_ELSEWHERE = re.compile(r"^(?:[\w.]+: )?raised (?:in|on) .+:\n\Z", re.MULTILINE)  # the words of unpack_error
+FROM_ELSEWHERE = re.compile(rf"raised (on [^\n]+|in a loader worker):\n{re.escape(_BEGIN)}")
+"""Before the traceback of another process, in the message or a note of an exception that it has sent (ipc/pickles.py)."""
 _STACK = re.compile(r'(?:^  File ".+", line \d+, in .+\n(?:    .*\n)*)+', re.MULTILINE)
 
 
@@ -47,8 +48,8 @@ def shortened(traceback: str) -> str:
 
 def _is_from_elsewhere(traceback: str, end: int) -> bool:
     """Whether the traceback of another process is in the message below the frames that end here."""
-    message, _, other = traceback[end:].partition(_BEGIN)
-    return bool(other) and _FROM_ELSEWHERE.search(message) is not None
+    found = FROM_ELSEWHERE.search(traceback, end)
+    return found is not None and _BEGIN not in traceback[end : found.start()]
 
 
 def _without_ours(stack: str, is_from_elsewhere: bool) -> str:
