@@ -66,13 +66,18 @@ def test_a_message_of_megabytes_does_not_move_the_cause_off_the_screen(
     assert len(lines) < 10 or "... 99884 lines, which are in runs/train/logs/rank-1.log" in lines
 
 
+def write_log(text: str) -> None:
+    """That of rank 1."""
+    run = RunDir(Path("runs/train"))
+    run.prepare(fresh=False)
+    run.log(1).write_text(text)
+
+
 def test_of_a_progress_bar_only_what_was_visible_last_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = RunDir(Path("runs/train"))
-    run.prepare(fresh=False)
-    run.log(1).write_text("started\n" + "".join(f"\r{n}%|\x1b[32m##\x1b[0m" for n in range(1000)))
+    write_log("started\n" + "".join(f"\r{n}%|\x1b[32m##\x1b[0m" for n in range(1000)))
     failure = Failure(1, "vm", "rank 1 exited with status 3", 3, exit_code=3, log="runs/train/logs/rank-1.log")
     assert printed(capsys, 3, failure.summary, failure, saved=False)[1:3] == ["  started", "  999%|##"]
 
@@ -81,9 +86,7 @@ def test_a_rank_that_printed_nothing_is_reported_without_empty_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = RunDir(Path("runs/train"))
-    run.prepare(fresh=False)
-    run.log(1).touch()
+    write_log("")
     failure = Failure(1, "vm", "rank 1 was killed by SIGKILL", 137, signal="SIGKILL", log="runs/train/logs/rank-1.log")
     assert printed(capsys, 137, failure.summary, failure, saved=False)[:2] == ["", f"rankwise: {failure.summary}, on vm"]
 

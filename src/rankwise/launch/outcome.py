@@ -104,10 +104,12 @@ def _is_in_summary(failure: Failure) -> bool:
 def _last_lines(log: bytes, most: int = 5) -> str:
     """The last lines of a log: they often show why a rank exited without an exception. Of a crash, its innermost frames."""
     text = log.decode(errors="replace")
+    if not text.strip():
+        return ""
     crash = _CRASH.search(text)
     # Of a progress bar, which returns to the start of its line, only what was visible last.
     last = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")[-most:]]
-    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else last if text.strip() else []
+    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else last
     return "".join(f"  {cut(printable(line), _LONGEST_LINE)}\n" for line in lines)
 
 
