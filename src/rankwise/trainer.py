@@ -350,7 +350,7 @@ class Trainer:
         state.last = self._done(state)
         state.skipped = False
         self._results.add(state, result, micro_batches)
-        if self._results.is_open and self._actions.log.is_due(state):
+        if isinstance(result, LateResult) and self._actions.log.is_due(state):
             self._results.hear(state)
 
     def _end_early(self, state: TrainState) -> None:

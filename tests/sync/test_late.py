@@ -6,13 +6,14 @@ The arithmetic runs on the CPU here; only the arrival of the numbers is replaced
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import rankwise
 from rankwise.actions import Log, every
 from rankwise.errors import StepError
 from rankwise.sync import AllReduce, StepResult, late
+from rankwise.sync.reduction import LocalTail, RidingTail
 from rankwise.sync.strategy import LateResult
 
 STEPS = 12
@@ -51,19 +53,16 @@ class Arriving:
         return self._numbers
 
 
-def on_a_gpu() -> list[str]:
-    """From now on, strategies of this process take the CPU for a GPU. Returns what happens to the numbers."""
-    late.is_possible = lambda parameters: len({p.dtype for p in parameters}) == 1  # type: ignore[assignment]
-    late.Arrival = Arriving  # type: ignore[assignment,misc]
+def on_a_gpu(arrival: type = Arriving) -> Any:
+    """A patch: strategies of this process take the CPU for a GPU. `Arriving.events` has what happens to the numbers."""
     Arriving.events = []
-    return Arriving.events
+    return mock.patch.multiple(late, is_possible=lambda given: len({p.dtype for p in given}) == 1, Arrival=arrival)
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(late, "is_possible", late.is_possible)
-    monkeypatch.setattr(late, "Arrival", late.Arrival)
-    return on_a_gpu()
+def events() -> Iterator[list[str]]:
+    with on_a_gpu():
+        yield Arriving.events
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -83,7 +82,8 @@ def trained(
     name: str, clip: float | None, count_there: bool, arrives_late: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Any], list[Any], list[float], list[str]]:
     """(the parameters, the results, the optimizer's counts of steps, what happened to the numbers)"""
-    happened = on_a_gpu() if arrives_late else []
+    if arrives_late:
+        on_a_gpu().start()
     rank, model = rankwise.init().rank, network(dtype)
     optimizer = OPTIMIZERS[name](model.parameters())
     if name == "momentum":
@@ -103,7 +103,7 @@ def trained(
         assert isinstance(result, LateResult) == arrives_late
         results.append(result)
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-    return [p.tolist() for p in model.parameters()], [(r.mine, r.shared) for r in results], counts, happened
+    return [p.tolist() for p in model.parameters()], [(r.mine, r.shared) for r in results], counts, Arriving.events
 
 
 @pytest.mark.one_in(3)
@@ -144,8 +144,28 @@ def test_the_numbers_are_waited_for_in_the_next_step(events: list[str]) -> None:
     assert pickle.loads(pickle.dumps(second)) == StepResult(second.mine, second.shared)
 
 
+@pytest.mark.parametrize("count", [5.0, 2.0**40 + 3])
+def test_what_a_tail_knows_of_a_count_on_the_device_is_what_it_reads(count: float) -> None:
+    there = torch.tensor([count], dtype=torch.float64)
+    alone, riding = LocalTail(), RidingTail(torch.zeros(2 + RidingTail.LENGTH))
+    for tail, changed in itertools.product((alone, riding), (False, True)):
+        tail.write(there, None, changed)
+        if changed:
+            assert tail.there() is None
+            continue
+        told = tail.there()
+        assert told is not None
+        total, of_others = told
+        assert isinstance(total, torch.Tensor)
+        assert (total.shape, total.item(), of_others.item()) == ((), count, 0)
+        assert tail.read().total == count
+    alone.write(there, [True, False], False)
+    riding.write(there, [True, False], False)
+    assert alone.there() is riding.there() is None
+
+
 def changed_on_rank_1() -> list[str]:
-    on_a_gpu()
+    on_a_gpu().start()
     rank, model = rankwise.init().rank, network()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     sync = AllReduce().attach(model, optimizer)
@@ -218,8 +238,8 @@ def run(folder: str, actions: list[Any], max_steps: int = 20, **settings: Any) -
         rates.append(optimizer.param_groups[0]["lr"])
         return at_step()
 
-    trainer.sync.step = noted  # type: ignore[method-assign]
-    trainer.fit()
+    with mock.patch.object(trainer.sync, "step", noted):
+        trainer.fit()
     return trainer, rates
 
 
@@ -229,9 +249,7 @@ def lines(folder: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in of_time and not k.startswith("share/")} for line in found]
 
 
-def test_a_training_is_the_same_with_its_skipped_steps_rates_losses_and_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_is_the_same_with_its_skipped_steps_rates_losses_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, list[Any]] = {"usual": [], "late": []}
 
     def ran(folder: str) -> tuple[Any, ...]:
@@ -242,12 +260,10 @@ def test_a_training_is_the_same_with_its_skipped_steps_rates_losses_and_lines(
         return weights, rates, trainer.state.steps_left_out, said, lines(folder), seen[folder]
 
     usual = ran("usual")
-    monkeypatch.setattr(late, "is_possible", late.is_possible)
-    monkeypatch.setattr(late, "Arrival", late.Arrival)
-    events = on_a_gpu()
-    arrived = ran("late")
+    with on_a_gpu():
+        arrived = ran("late")
     assert (usual[2], len(usual[3])) == (4, 4)
-    assert len(events) >= 30
+    assert len(Arriving.events) >= 30
     assert str(usual) == str(arrived)
 
 
@@ -261,7 +277,7 @@ def test_a_resume_continues_as_if_there_had_been_no_stop(events: list[str]) -> N
 
 
 @pytest.mark.parametrize(("action", "between"), [(None, 0), ("every 5 steps", 1), ("each step", 5)])
-def test_only_an_action_that_is_due_makes_a_step_wait(events: list[str], action: str | None, between: int) -> None:
+def test_only_an_action_that_is_due_makes_a_step_wait(action: str | None, between: int) -> None:
     """Between steps 6 and 10, without the wait in the next step: this one comes after the forward pass."""
     order: list[str] = []
 
@@ -279,16 +295,16 @@ def test_only_an_action_that_is_due_makes_a_step_wait(events: list[str], action:
             order.append("waited")
             return super().wait()
 
-    late.Arrival = Waiting  # type: ignore[assignment,misc]
     model = network()
     optimizer = AdamW(model.parameters(), 0.01)
     data = TensorDataset(torch.randn(90, 5, dtype=torch.float64), torch.randint(3, (90,)))
     given = {None: [], "every 5 steps": [every(lambda _: None, steps=5)], "each step": [lambda _: None]}[action]
-    rankwise.Trainer(
-        model, optimizer, noted, data, global_batch_size=3, max_steps=19, run_dir="run", actions=[*given, Noted(100)]
-    ).fit()
+    with on_a_gpu(Waiting):
+        rankwise.Trainer(
+            model, optimizer, noted, data, global_batch_size=3, max_steps=19, run_dir="run", actions=[*given, Noted(100)]
+        ).fit()
     part = order[order.index("6") : order.index("11")]
-    waits = [after for before, after in pairwise(part) if before.isdigit() and after == "waited"]
+    waits = [after for before, after in itertools.pairwise(part) if before.isdigit() and after == "waited"]
     assert len(waits) == between, part
     assert part.count("waited") == 5
 

@@ -33,7 +33,7 @@ from rankwise.sync.flat import FlatReduction
 from rankwise.sync.gradient_watch import GradientWatch
 from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.late import LateSteps
-from rankwise.sync.reduction import Count, Reduction, Sums, Tail, norm_of
+from rankwise.sync.reduction import ADDED_TO_NORM, Count, Reduction, Sums, Tail, norm_of
 from rankwise.sync.strategy import Held, LateResult, Mine, NeedsAttach, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.direct_step import DirectStep
@@ -384,7 +384,7 @@ class AllReduce(NeedsAttach):
             self._seed = None
         norm *= factor
         if norm > self._clip_norm:
-            factor *= self._clip_norm / (norm + 1e-6)  # like torch's clip_grad_norm_
+            factor *= self._clip_norm / (norm + ADDED_TO_NORM)
         if gradients and finite and factor != 1.0:
             private_names.scale(gradients, factor)
         return Shared(sums.total, norm, finite, int(not finite)), sums

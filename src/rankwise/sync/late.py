@@ -21,12 +21,9 @@ import torch
 from torch import nn
 
 from rankwise.dist import private_names
-from rankwise.sync.reduction import Tail
+from rankwise.sync.reduction import ADDED_TO_NORM, Tail
 from rankwise.sync.strategy import LateResult, Mine, Shared, StepResult
 from rankwise.training.direct_step import DirectStep
-
-_FACTOR_OF_NORM = 1e-6
-"""Added to the norm before a division by it, like torch's clip_grad_norm_."""
 
 
 def is_possible(parameters: Sequence[nn.Parameter]) -> bool:
@@ -114,7 +111,7 @@ class LateSteps:
 
     def _clipped(self, norm: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         of_mean = norm * factor
-        clipped = factor * (self._clip_there / (of_mean + _FACTOR_OF_NORM))
+        clipped = factor * (self._clip_there / (of_mean + ADDED_TO_NORM))
         return torch.where(of_mean > self._clip_there, clipped, factor).to(self._dtype)
 
     def settle(self) -> None:

@@ -16,6 +16,9 @@ Count = float | torch.Tensor
 _BITS = 12  # per limb: the sum of a limb over 4096 ranks is exact in float32
 _LIMBS = 5
 _UNITS = [2.0 ** (_BITS * k) for k in range(_LIMBS)]
+ADDED_TO_NORM = 1e-6
+"""Before a division by it, to clip: like torch's clip_grad_norm_."""
+
 _NONE = torch.zeros((), dtype=torch.float64, device="cpu")
 
 

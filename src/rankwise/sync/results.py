@@ -46,7 +46,8 @@ class Results:
             self._open = result, micro_batches
         else:
             self._take(state, result, micro_batches, 0)
-            self.hear(state)
+            if self._untold is not None:
+                self.hear(state)
 
     def settle(self, state: TrainState, after: int = 0) -> None:
         """Local. Wait for the result of the last step. `after`: the number of losses since."""
