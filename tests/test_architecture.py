@@ -61,7 +61,7 @@ TORCH_FREE = {
 
 BESIDE = (
     "agent/fork_server", "agent/collective_notes", "agent/data_wait", "agent/exception_record", "agent/private_names",
-    "agent/script_end", "host/listener", "host/main_script",
+    "agent/script_end", "host/listener", "host/main_script", "host/wait_cost",
 )  # fmt: skip
 """The file that the script's interpreter runs by its path, and the files that it loads from there under another name, so by
 relative imports. They import only each other, the standard library and torch."""

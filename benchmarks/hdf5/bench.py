@@ -306,9 +306,10 @@ def ways_of(kind: str, path: Path, size: int) -> dict:
     }
 
 
-def within_an_epoch(data, size: int, count: int, **ways) -> float:
-    batches = iter(rankwise.Loader(data, global_batch_size=size, max_epochs=1, **ways))
-    for _ in range(count // 3):
+def within_an_epoch(data, size: int, count: int, before: int = 0, **ways) -> float:
+    """After `before` epochs by the same workers, which then have mapped the whole file."""
+    batches = iter(rankwise.Loader(data, global_batch_size=size, max_epochs=1 + before, persistent_workers=before > 0, **ways))
+    for _ in range(before * len(data) // size + count // 3):
         next(batches)
     return timed(lambda: next(batches), count)
 
@@ -334,6 +335,7 @@ def hand_over(folder: Path, turns: int) -> None:
             "here": lambda _, one=one: one(),
             "a thread 4 ahead": lambda _, one=one: one(**thread),
             "a process 4 ahead": lambda _, one=one: one(**process),
+            "a process 4 ahead, in its second epoch": lambda _, one=one: one(before=1, **process),
             "a bare gather here": lambda _, make=bare, n=count: timed(make(), n),
             "a bare gather by a process 4 ahead": lambda _, make=bare, n=count: by_another(make(), n),
         }

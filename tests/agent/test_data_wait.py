@@ -16,6 +16,8 @@ from launched import launch, wait_for
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from rankwise.agent import data_wait
+from rankwise.data import Loader
+from rankwise.host import wait_cost
 from rankwise.ipc.shared_page import Page, Row
 
 __all__ = ["launch"]  # a fixture
@@ -112,6 +114,41 @@ def test_streams_and_loaders_that_are_used_again_are_counted(row: Row) -> None:
     assert row.batches == 6
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_waits_of_our_loader_are_counted_once_with_the_start_of_its_workers(
+    row: Row, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    loader = Loader(Slow(8), global_batch_size=2, max_epochs=1, num_workers=workers)
+    elapsed_s = 0.0
+    batches = iter(loader)
+    for _ in range(4):
+        elapsed_s += seconds_of(lambda: next(batches))
+        time.sleep(2 * SLEEP_S)
+    assert 2 * SLEEP_S <= row.data_wait_s <= elapsed_s
+    assert row.data_wait_s > 0.5 * elapsed_s
+    assert (row.epoch_wait_s > 0) == (workers > 0)
+    assert (row.batches, row.loader_workers) == (4, workers)
+
+
+def test_a_loader_inside_the_dataset_of_our_loader_is_not_counted_twice(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    elapsed_s = seconds_of(lambda: list(Loader(OfLoader(), global_batch_size=1, max_epochs=1)))
+    assert 6 * SLEEP_S <= row.data_wait_s <= elapsed_s
+
+
+def test_while_the_gpu_has_work_a_wait_for_our_loader_costs_nothing(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    gpu = SimpleNamespace(is_initialized=lambda: True, current_stream=lambda: SimpleNamespace(query=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch.cuda", gpu)
+    batches = iter(Loader(Slow(4), global_batch_size=1, max_epochs=1, num_workers=1))
+    next(batches)
+    before = row.data_wait_s
+    assert before >= SLEEP_S
+    assert len(list(batches)) == 3
+    assert row.data_wait_s == before
+
+
 def test_another_thread_that_reads_ahead_does_not_make_the_loop_wait(row: Row) -> None:
     thread = threading.Thread(target=lambda: list(DataLoader(Slow())))
     thread.start()
@@ -156,10 +193,10 @@ def test_on_a_gpu_only_what_it_had_no_work_for_is_counted(
     gpu = SimpleNamespace(is_initialized=lambda: True, current_stream=lambda: SimpleNamespace(query=query))
     monkeypatch.setitem(sys.modules, "torch.cuda", gpu)
     batches = iter(DataLoader(Slow(5, sleep_s=0.05)))
-    monkeypatch.setattr(data_wait, "_MAY_BE_HIDDEN_NS", 10**15)
+    monkeypatch.setattr(wait_cost, "_MAY_BE_HIDDEN_NS", 10**15)
     next(batches)
     assert not asked  # the last wait was short, so the GPU is not asked
-    monkeypatch.setattr(data_wait, "_MAY_BE_HIDDEN_NS", 0)
+    monkeypatch.setattr(wait_cost, "_MAY_BE_HIDDEN_NS", 0)
     before = row.data_wait_s
     elapsed_s = seconds_of(lambda: [next(batches) for _ in range(3)])
     assert len(asked) == 6
@@ -196,6 +233,7 @@ while not pathlib.Path("end").exists():
 
 TORCHS = "list(torch.utils.data.DataLoader(Slow(), batch_size=2))"
 OURS = "import rankwise\nlist(rankwise.Loader(Slow(), global_batch_size=2, max_epochs=1))"
+BY_WORKERS = OURS.replace("max_epochs", "num_workers=1, max_epochs")
 TRAINED = """
 import rankwise
 model = torch.nn.Linear(1, 1)
@@ -206,9 +244,11 @@ rankwise.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), step, Slow(), 
 
 
 @pytest.mark.parametrize(
-    ("read", "method"), [(TORCHS, "fork"), (TORCHS, "spawn"), (OURS, "fork")], ids=["torch's", "torch's, spawned", "ours"]
+    ("read", "method"),
+    [(TORCHS, "fork"), (TORCHS, "spawn"), (OURS, "fork"), (BY_WORKERS, "fork")],
+    ids=["torch's", "torch's, spawned", "ours", "ours, by a worker"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_the_agent_sees_the_waits_of_any_script(launch, tmp_path: Path, read: str, method: str) -> None:
     run = launch(SCRIPT.replace("READ", read), options=("--nproc", "1", "--start-method", method))
     wait_for((tmp_path / "read").exists, "the data", run.output)

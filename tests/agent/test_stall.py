@@ -11,6 +11,7 @@ import pytest
 from rankwise.agent import stall
 from rankwise.agent.rank_processes import Rank
 from rankwise.agent.stall import Frame, Observation, StallWatch, judge, parse
+from rankwise.data import prefetch, worker_link
 from rankwise.run.directory import RunDir
 
 ALL_REDUCE = (
@@ -111,14 +112,25 @@ def test_all_in_one_collective_is_the_network_or_a_mismatch() -> None:
     )
 
 
-def test_what_a_rank_waits_for_is_told_with_it() -> None:
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (Frame("/x/site-packages/torch/utils/data/dataloader.py", 7, "_try_get_data"),),
+        (Frame(worker_link.__file__, 7, "take"), Frame(prefetch.__file__, 8, "_answer")),
+    ],
+    ids=["torch's", "ours"],
+)
+def test_a_rank_that_waits_for_its_loader_workers_is_told_so(frames: tuple[Frame, ...]) -> None:
+    loader = judge([seen(0, ALL_REDUCE), seen(1, (*frames, *LOOP), children=("python",))], sure=False)
+    assert loader is not None
+    assert "rank 1 is at train.py:61 in spin" in loader
+    assert "(waiting for its loader workers, " in loader
+
+
+def test_what_a_rank_runs_is_told_with_it() -> None:
     child = judge([seen(0, ALL_REDUCE), seen(1, LOOP, children=("sleep", "sh"))], sure=False)
     assert child is not None
     assert "idle, the same in 3 stack traces, running sleep, sh" in child
-    workers = (Frame("/x/site-packages/torch/utils/data/dataloader.py", 7, "_try_get_data"), *LOOP)
-    loader = judge([seen(0, ALL_REDUCE), seen(1, workers, children=("python",))], sure=False)
-    assert loader is not None
-    assert "rank 1 is at train.py:61 in spin (waiting for its loader workers, " in loader
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:

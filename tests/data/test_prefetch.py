@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -181,6 +182,66 @@ def test_a_loop_that_ended_early_leaves_nothing_to_the_next(taken: int) -> None:
     whole = [n for step in steps_of(loader, 20) for batch in step for n in batch]
     assert len(whole) == 80
     assert sorted(whole) == sorted([*range(40)] * 2)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("taken", [1, 3, 100])
+def test_so_it_is_if_a_thread_pins_the_memory_of_batches(
+    monkeypatch: pytest.MonkeyPatch, taken: int, persistent_workers: bool
+) -> None:
+    pinning(monkeypatch)
+    settings = {"num_workers": 2, "persistent_workers": persistent_workers, "pin_memory": True, "shuffle": False}
+    [loader] = loaders(Pids(40), 1, global_batch_size=4, max_epochs=None, **settings)
+    for _ in range(3):
+        for _ in zip(range(taken), loader, strict=False):
+            pass
+        assert seen(loader)[0] == [*range(40)]
+    assert "rankwise-prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were an accelerator: its pinned memory is other memory."""
+    monkeypatch.setattr("torch.Tensor.pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: None)
+
+
+class Pinnable:
+    """A batch that knows how it is pinned, as torch's DataLoader allows."""
+
+    def __init__(self, samples: list[int]) -> None:
+        self.samples, self.is_pinned = samples, False
+
+    def pin_memory(self) -> Pinnable:
+        self.is_pinned = True
+        return self
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_may_know_itself_how_it_is_pinned(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    pinning(monkeypatch)
+    [loader] = loaders(range(12), 1, num_workers=workers, collate_fn=Pinnable, pin_memory=True, shuffle=False)
+    found = [batch for step in loader for batch in step]
+    assert [n for batch in found for n in batch.samples] == [*range(12)]
+    assert all(batch.is_pinned for batch in found)
+
+
+class NoSuchFileError(Exception):
+    pass
+
+
+def opens_nothing(worker: int) -> None:
+    raise NoSuchFileError(f"of worker {worker}")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exception_of_the_function_that_begins_a_worker_arrives_with_its_type(workers: int) -> None:
+    [loader] = loaders(Pids(), 1, num_workers=workers, worker_init_fn=opens_nothing)
+    with pytest.raises(NoSuchFileError, match="of worker 0") as caught:
+        next(iter(loader))
+    assert "raised in a loader worker:\nTraceback" in caught.value.__notes__[0]
+    assert "in opens_nothing" in caught.value.__notes__[0]
 
 
 def test_two_loops_at_the_same_time_do_not_share_workers() -> None:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,46 +182,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_here(has_slots: bool, monkeypat
     assert "raised in a loader worker:\nTraceback" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_is_killed_at_any_place_leaves_no_lock() -> None:
-    """multiprocessing's Event is read under a lock, and a worker reads it before each request."""
-    context = ring.RingContext(multiprocessing.get_context("fork"), failed=lambda error: error)
-    over = context.Event()
-    for _ in range(30):
-        reader, writer = multiprocessing.Pipe(duplex=False)
-        worker = context.Process(target=reads_for_ever, args=(over, writer))
-        worker.start()
-        assert reader.recv() == "reads"
-        worker.kill()
-        worker.join()
-        assert over.is_set() is False
-    over.set()
-    assert over.is_set() is True
-
-
-def reads_for_ever(over: Any, writer: Any) -> None:
-    over.is_set()
-    writer.send("reads")
-    while not over.is_set():
-        pass
-
-
-def test_a_worker_that_is_killed_is_the_error_that_torch_makes_of_it() -> None:
-    (said,) = on_ranks(1, of_a_killed_worker)
-    assert said.startswith("DataLoader worker (pid")
-
-
-def of_a_killed_worker() -> str:
-    found = batches(Rows(100_000))
-    next(found)
-    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-    try:
-        for _ in found:
-            pass
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def test_the_thread_that_pins_memory_takes_batches_out_of_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
 
@@ -240,65 +195,9 @@ def test_the_thread_that_pins_memory_takes_batches_out_of_the_slots(monkeypatch:
     monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: None)
     kept = list(batches(Rows(100), pin_memory=True, prefetch_factor=20))
     assert first_column(kept) == list(range(100))
+    assert not any(map(torch.Tensor.is_shared, kept))
     assert len(threads) == 1
     assert threading.main_thread() not in threads
-
-
-TRAINS = """
-import multiprocessing, os, sys, time
-sys.path[:0] = [{tests!r}]
-from test_ring import Rows, batches
-if __name__ == "__main__":
-    found = batches(Rows(100_000))
-    next(found), next(found)  # one of each worker: torch's check begins with a worker's loop, not with its process
-    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-    time.sleep(600)
-"""
-
-
-def shared_files(pids: list[str]) -> list[str]:
-    """The shared files that these processes have created: torch names its own `torch_PID_...`."""
-    return [name for name in os.listdir("/dev/shm") if set(name.split("_")) & set(pids)]
-
-
-def is_there(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.mark.stress
-def test_a_killed_training_process_leaves_no_worker_and_no_shared_file(tmp_path: Path) -> None:
-    """torch's workers check every 5 s whether this process still exists."""
-    tests = str(Path(__file__).parent)
-    path = tmp_path / "trains.py"
-    path.write_text(TRAINS.format(tests=tests))
-    environ = {**os.environ, "PYTHONPATH": f"{tests}:{Path(tests).parent}"}
-    with subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True, env=environ) as training:
-        assert training.stdout is not None
-        workers = training.stdout.readline().split()
-        training.kill()
-    assert len(workers) == 2
-    deadline = time.monotonic() + 120
-    while any(map(is_there, workers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert shared_files([str(training.pid), *workers]) == []
-
-
-def test_a_worker_that_starts_after_the_death_of_its_training_exits() -> None:
-    """torch's check compares the parent with the one that the worker's loop began with."""
-    made = ring.Ring(lambda error: error)
-    waits = ring._Queue(made)
-    made._owner = os.getppid()
-    with pytest.raises(queue.Empty):
-        waits.get(timeout=0.01)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    made._owner = gone.pid
-    with pytest.raises(SystemExit):
-        waits.get(timeout=0.01)
 
 
 def test_no_descriptor_is_left_when_a_loader_is_done() -> None:

@@ -4,8 +4,8 @@
     data_wait.prepare()        # if torch is imported already
     data_wait.prepare_later()  # if the script may import it
 
-fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library and files of
-this folder.
+fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library, and files of
+rankwise that import no more.
 """
 
 import functools
@@ -13,13 +13,11 @@ import mmap
 import os
 import sys
 import threading
-import time
 
+from ..host import wait_cost  # noqa: TID252  # the package may have either name
 from . import collective_notes
 
 _DATA_LOADER = "torch.utils.data.dataloader"
-_MAY_BE_HIDDEN_NS = 500_000
-"""On a GPU, shorter waits cost less than to ask what the GPU does."""
 
 
 class DataWait:
@@ -31,7 +29,7 @@ class DataWait:
         self._place = path, offset
         self._main = threading.get_ident()
         self._is_waiting = False
-        self._last_ns = 0
+        self._cost = wait_cost.WaitCost()
         self._words = None
 
     def prepare(self):
@@ -76,10 +74,8 @@ class DataWait:
         counts."""
         if self._words is None or self._is_waiting or threading.get_ident() != self._main:
             return call(of)
-        gpu = _gpu() if self._last_ns > _MAY_BE_HIDDEN_NS else None
-        was_busy = _is_busy(gpu)
         self._is_waiting = True
-        began = time.perf_counter_ns()
+        self._cost.begin()
         try:
             return call(of)
         except StopIteration:
@@ -87,34 +83,9 @@ class DataWait:
             raise
         finally:
             self._is_waiting = False
-            self._last_ns = waited_ns = time.perf_counter_ns() - began
+            cost_ns = self._cost.end()
             if self._words is not None:
-                cost_ns = _cost_ns(waited_ns, was_busy, _is_busy(gpu))
                 self._words[0] += cost_ns
                 self._words[1] += batches
                 if not batches:
                     self._words[3] += cost_ns
-
-
-def _cost_ns(waited_ns, was_busy, is_busy):
-    """How much of a wait has cost time. While the GPU still has work, the wait costs nothing; if it ran out of work during the
-    wait, nobody knows when: half is counted."""
-    if is_busy:
-        return 0
-    return waited_ns // 2 if was_busy else waited_ns
-
-
-def _gpu():
-    """The module of the GPU that this thread uses; None if it uses none."""
-    cuda = sys.modules.get("torch.cuda")
-    return cuda if cuda is not None and cuda.is_initialized() else None
-
-
-def _is_busy(gpu):
-    """Whether the GPU still has work of this thread."""
-    if gpu is None:
-        return False
-    try:
-        return not gpu.current_stream().query()
-    except RuntimeError:  # an error of an earlier kernel, which belongs to the script, or a graph is being captured
-        return False

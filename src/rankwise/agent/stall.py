@@ -35,6 +35,7 @@ _RAISED_S = 5.0  # most ranks that raise exit sooner
 _MOST_TOLD = 8
 _ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_WAITS_FOR_WORKERS = ("/torch/utils/data/dataloader.py", "/rankwise/data/worker_link.py")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -116,7 +117,7 @@ class Observation:
             return f"rank {self.rank} waits in {self.waits_in}{place}"
         if not any(self.stacks):
             return f"rank {self.rank} does not answer"
-        loader = any("/torch/utils/data/dataloader.py" in frame.file for frame in self.stacks[-1])
+        loader = any(frame.file.endswith(_WAITS_FOR_WORKERS) for frame in self.stacks[-1])
         doing = "waiting for its loader workers, " if loader else ""
         running = f", running {', '.join(self.children[:3])}" if self.children and not loader else ""
         cpu = "idle" if self.cpu_share < 0.05 else f"{100 * self.cpu_share:.0f}% CPU"

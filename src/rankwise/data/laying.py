@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable
+import struct
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -28,6 +28,7 @@ _DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NUMPYS = [None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
 
 
 class CannotLieThereError(Exception):
@@ -46,13 +47,17 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-class Laying(ForkingPickler):
-    """Writes one message into a buffer."""
+class Laying(pickle.Pickler):
+    """Writes one message into a buffer, whose memory begins at `address`."""
 
-    def __init__(self, buffer: Any) -> None:
+    # torch registers there how it sends tensors. Not a ForkingPickler: that makes a new table for each message.
+    dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
+
+    def __init__(self, buffer: Any, address: int | None = None) -> None:
         self._pickle = io.BytesIO()
         super().__init__(self._pickle)
         self._buffer, self._size = buffer, len(buffer)
+        self._address = address_of(buffer) if address is None else address
         self.end = 0
         """The number of bytes of the buffer that are used."""
         self._seen: dict[int, tuple[Any, Any]] = {}  # by id; the object is kept, so that no other object gets its id
@@ -60,15 +65,14 @@ class Laying(ForkingPickler):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Like np.empty, in the buffer if there is room. A tensor of this memory is not copied when the message is written."""
-        count = math.prod(shape)
-        size = count * dtype.itemsize
-        if dtype.hasobject or not size or self._next_place() + size > self._size:
+        size = math.prod(shape) * dtype.itemsize
+        place = self._next_place()
+        if dtype.hasobject or not size or place + size > self._size:
             return np.empty(shape, dtype)
-        place = self._take(size)
-        array = np.frombuffer(self._buffer, dtype, count, place).reshape(shape)
-        begin = array.__array_interface__["data"][0]
+        self.end = place + size
+        begin = self._address + place
         self._laid[begin] = [(begin, begin + size, place)]
-        return array
+        return np.ndarray(shape, dtype, self._buffer, place)
 
     def pickled(self, message: Any) -> bytes:
         """The pickle. Call this once. Raises CannotLieThereError, and what pickle raises."""
@@ -77,29 +81,31 @@ class Laying(ForkingPickler):
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
-        lay: Callable[[Any], tuple[Any, ...]]
-        if kind is torch.Tensor:
-            lay = self._tensor
-        elif kind is np.ndarray and value.nbytes >= _SMALL and value.flags.c_contiguous and value.dtype.kind in _KINDS:
-            lay = self._array
-        else:
+        is_tensor = kind is torch.Tensor
+        if not is_tensor and not (
+            kind is np.ndarray and value.nbytes >= _SMALL and value.flags.c_contiguous and value.dtype.kind in _KINDS
+        ):
             return None
         if id(value) not in self._seen:
-            self._seen[id(value)] = value, (len(self._seen), *lay(value))
+            number = len(self._seen)
+            self._seen[id(value)] = value, self._tensor(number, value) if is_tensor else self._array(number, value)
         return self._seen[id(value)][1]
 
-    def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _tensor(self, number: int, tensor: torch.Tensor) -> bytes:
         tensor = self._resolved(tensor)
-        number = _NUMBER.get(tensor.dtype)
+        kind = _NUMBER.get(tensor.dtype)
         is_plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_nested or tensor.requires_grad)
-        if number is None or not is_plain or any(getattr(tensor, "names", ())):
+        if kind is None or not is_plain or any(getattr(tensor, "names", ())):
             raise CannotLieThereError
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        if not tensor.numel():
-            return number, shape, stride, 0, 0
-        spanned = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-        size = spanned * tensor.itemsize
-        return number, shape, stride, size, self._place(tensor, size)
+        shape, stride, size, place = tensor.shape, tensor.stride(), 0, 0
+        if tensor.is_contiguous():
+            size = tensor.nbytes
+        elif tensor.numel():
+            size = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * tensor.itemsize
+        if size:
+            place = self._place(tensor, size)
+        # Bytes, because the pickler would look at each number in a tuple.
+        return struct.pack(f"{4 + 2 * len(shape)}q", number, kind, size, place, *shape, *stride)
 
     def _resolved(self, tensor: torch.Tensor) -> torch.Tensor:
         found = resolved(tensor)
@@ -109,8 +115,12 @@ class Laying(ForkingPickler):
 
     def _place(self, tensor: torch.Tensor, size: int) -> int:
         """The place of the tensor's bytes in the buffer, from its first element to its last."""
-        storage, low = tensor.untyped_storage(), tensor.data_ptr()
-        begin, high = storage.data_ptr(), low + size
+        low = tensor.data_ptr()
+        high = low + size
+        if (whole := self._laid.get(low)) is not None and high <= whole[0][1]:
+            return whole[0][2]
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
         laid = self._laid.setdefault(begin, [])
         for other_low, other_high, place in laid:
             if other_low <= low and high <= other_high:
@@ -131,10 +141,10 @@ class Laying(ForkingPickler):
         laid.append((begin, high, place))
         return place + offset
 
-    def _array(self, array: npt.NDArray[Any]) -> tuple[Any, ...]:
+    def _array(self, number: int, array: npt.NDArray[Any]) -> tuple[Any, ...]:
         place = self._take(array.nbytes)
-        np.frombuffer(self._buffer, array.dtype, array.size, place).reshape(array.shape)[...] = array
-        return array.dtype.str, array.shape, None, array.size, place
+        np.ndarray(array.shape, array.dtype, self._buffer, place)[...] = array
+        return number, array.dtype.str, array.shape, place
 
     def _next_place(self) -> int:
         return -(-self.end // _ALIGN) * _ALIGN
@@ -147,26 +157,39 @@ class Laying(ForkingPickler):
         return place
 
 
-def loads(body: bytes, buffer: Any, copy: bool = False) -> Any:
-    """The message. Its tensors and arrays are memory of the buffer, and keep it alive; with `copy` they are copies."""
-    return _Laid(body, buffer, copy).load()
+def address_of(buffer: Any) -> int:
+    """Where the memory of a buffer begins."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
+
+
+def loads(body: bytes, buffer: Any) -> Any:
+    """The message. Its tensors and arrays are memory of the buffer, and keep it alive."""
+    return _Laid(body, buffer).load()
 
 
 class _Laid(pickle.Unpickler):
-    def __init__(self, body: bytes, buffer: Any, copy: bool) -> None:
+    def __init__(self, body: bytes, buffer: Any) -> None:
         super().__init__(io.BytesIO(body))
-        self._buffer, self._copy = buffer, copy
+        self._buffer = buffer
         self._made: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        number, kind, shape, stride, size, place = pid
-        if number not in self._made:
-            if isinstance(kind, str):
-                array = np.frombuffer(self._buffer, kind, size, place).reshape(shape)
-                self._made[number] = array.copy() if self._copy else array
-            else:
-                tensor = torch.empty(0, dtype=_DTYPES[kind], device="cpu")
-                memory = torch.frombuffer(self._buffer, dtype=torch.uint8, count=size, offset=place) if size else tensor
-                tensor.set_(memory.untyped_storage(), 0, shape, stride)
-                self._made[number] = tensor.clone() if self._copy else tensor
+        if type(pid) is bytes:
+            number, kind, size, place, *rest = struct.unpack(f"{len(pid) // 8}q", pid)
+            if number not in self._made:
+                half = len(rest) // 2
+                self._made[number] = self._tensor(kind, size, place, rest[:half], rest[half:])
+        else:
+            number, name, shape, place = pid
+            if number not in self._made:
+                self._made[number] = np.ndarray(shape, name, self._buffer, place)
         return self._made[number]
+
+    def _tensor(self, kind: int, size: int, place: int, shape: list[int], stride: list[int]) -> torch.Tensor:
+        like = _NUMPYS[kind]
+        if like is not None and size:
+            array: npt.NDArray[Any] = np.ndarray(shape, like, self._buffer, place, [step * like.itemsize for step in stride])
+            return torch.from_numpy(array)
+        tensor = torch.empty(0, dtype=_DTYPES[kind], device="cpu")
+        memory = torch.frombuffer(self._buffer, dtype=torch.uint8, count=size, offset=place) if size else tensor
+        return tensor.set_(memory.untyped_storage(), 0, shape, stride)

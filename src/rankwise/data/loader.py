@@ -13,7 +13,6 @@ import copy
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_s
 from rankwise.data.prefetch import Kept, Workers, fetched
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, check_no_stream, check_position, in_step
+from rankwise.data.waits import Waits
 from rankwise.dist import comm, log, private_names
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import DEVICE, local_device, to_device
@@ -332,9 +332,9 @@ class Loader(NoDataLoader):
         if self.finished and self.taken:
             warn_of_end(self.max_epochs)
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
-        row = row_for_waits(self._world) if not self._workers.num_workers else None  # otherwise torch's DataLoader is measured
+        waits = Waits(row_for_waits(self._world))
         while not self.finished:
-            began = time.perf_counter()
+            waits.begin()
             for step in self._left_of_epoch():
                 micro_batches = step.micro_batches
                 if self._device.type != "cpu":
@@ -345,14 +345,11 @@ class Loader(NoDataLoader):
                 self._indices = step.indices
                 if step.last:
                     self._end_epoch()
-                waited_s = time.perf_counter() - began
-                self.wait_s += waited_s
-                if row is not None:
-                    row.add_data_wait(waited_s, len(micro_batches))
+                self.wait_s += waits.end(len(micro_batches))
                 here, ready = (self.epoch, self.position), [micro_batches]
                 del step, micro_batches  # so that the memory of batches is free as soon as the loop drops them
                 yield ready.pop()
-                began = time.perf_counter()
+                waits.begin()
                 if self.position == 0 or (self.epoch, self.position) != here:  # a state was loaded, or there is another loop
                     break
             else:  # the state is from a run in which the last batch was not dropped: nothing is left

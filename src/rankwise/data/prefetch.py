@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rankwise.data.fetch import Fetcher
-from rankwise.data.ring import Ring, RingContext
+from rankwise.data.kinds import Empty
+from rankwise.data.worker_link import WorkerContext, WorkerLink
 from rankwise.dist import private_names
 from rankwise.dist.device import each_tensor
 from rankwise.errors import ConfigError, DataError
@@ -31,6 +31,7 @@ from rankwise.host import machine
 from rankwise.host.text import count
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
+_AHEAD = 2  # batches of each worker, as in torch's DataLoader
 _GROUP = 8  # requests in one message to a worker, at most
 _GROUP_BYTES, _GROUP_S = 1 << 19, 0.002
 """If their batches have fewer bytes, and are made in less time."""
@@ -94,7 +95,7 @@ def fetched(
         return _by_workers(requests, fetcher, workers, pin, seed, kept or Kept())
     made = fetcher.here
     if workers.pin_memory and torch.accelerator.is_available():
-        made = partial(_pinned, made)
+        made = _InPinnedMemory(made)
 
     if workers.prefetch_factor and fetcher.draws_nothing:
         return _by_thread(requests, made, workers.prefetch_factor)
@@ -102,28 +103,43 @@ def fetched(
     return (made(request) for request in requests)
 
 
-def _pinned(made: Callable[[Any], Any], request: Any) -> Any:
-    return each_tensor(made(request), torch.Tensor.pin_memory)
+class _InPinnedMemory:
+    """The same in pinned memory, for the device of this thread."""
+
+    def __init__(self, made: Callable[[Any], Any]) -> None:
+        self._made, self._device = made, torch.accelerator.current_device_index()
+
+    def __call__(self, request: Any) -> Any:
+        torch.accelerator.set_device_index(self._device)  # another thread begins with device 0
+        return each_tensor(self._made(request), torch.Tensor.pin_memory, _pinned)
+
+
+def _pinned(value: Any) -> Any:
+    """Of a batch: an object of the script, which may know how it is pinned, as for torch's DataLoader."""
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
 _END = object()
 _LAST_READ_S = 10.0
 """How long a loop that was not finished waits for the batch that its thread still reads."""
 
+_SOON_S = 0.5e-3
+"""How long a batch that is ready may wait for the next."""
 
-def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
+
+def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Generator[Any]:
     """A thread makes `ahead` batches in advance. Requests are taken in the thread of the caller."""
     # Not an executor: a Future for each batch costs as much as a gather of small rows.
     asked: SimpleQueue[Any] = SimpleQueue()
-    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    ready = _Ready(ahead)
     over = threading.Event()
 
     def fetch() -> None:
         while (request := asked.get()) is not _END and not over.is_set():
             try:
-                ready.put((made(request), None))
+                ready.put((made(request), None), asked.empty)
             except BaseException as error:
-                ready.put((None, error))
+                ready.put((None, error), asked.empty)
 
     def stop() -> None:
         over.set()
@@ -147,6 +163,34 @@ def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) 
     finally:
         stop()
         atexit.unregister(stop)
+
+
+class _Ready:
+    """What one thread has made and another takes. If batches are made fast, the one that waits is woken for `together` of them:
+    a switch to another thread takes longer than a gather of small rows."""
+
+    def __init__(self, together: int) -> None:
+        self._together = together
+        self._made: deque[tuple[Any, BaseException | None]] = deque()
+        self._is_waiting, self._wake = False, SimpleQueue[None]()
+        self._last_s = 0.0
+
+    def put(self, made: tuple[Any, BaseException | None], is_last: Callable[[], bool]) -> None:
+        """`is_last`: whether nothing more was asked for."""
+        self._made.append(made)
+        before_s, self._last_s = self._last_s, time.perf_counter()
+        if self._is_waiting:
+            is_slow = self._last_s - before_s > _SOON_S
+            if is_slow or len(self._made) >= self._together or is_last():
+                self._is_waiting = False
+                self._wake.put(None)
+
+    def get(self) -> tuple[Any, BaseException | None]:
+        while not self._made:
+            self._is_waiting = True
+            if not self._made:  # otherwise it came just now, and did not see that somebody waits
+                self._wake.get()
+        return self._made.popleft()
 
 
 def _result(batch: Any, error: BaseException | None) -> Any:
@@ -180,46 +224,89 @@ class Processes:
     def __init__(self, fetcher: Fetcher, workers: Workers, pin: bool, seed: int) -> None:
         self.fetcher = fetcher
         self._timeout_s = workers.timeout
-        context = RingContext(multiprocessing.get_context(), _failure)
-        self._context, self._ring = context, context.ring
+        self._ahead = workers.num_workers * (workers.prefetch_factor or _AHEAD)
+        self._stay = workers.persistent
+        self._pins = pin if workers.pin_memory is None else workers.pin_memory
         self._groups = _Groups(most=1 if workers.timeout else _GROUP)  # the timeout is for one batch
-        sampler: Any = self._groups
-        begin: Any = _Begin(getattr(fetcher, "dataset", None), workers.worker_init_fn)
-        self._loader: DataLoader[Any] = DataLoader(
-            _Identity(),
-            batch_sampler=sampler,
+        self._taking = threading.Lock()
+        work: Any = _Work(fetcher, workers.worker_init_fn)
+        self._context = WorkerContext(multiprocessing.get_context(), work, _failure)
+        nothing: list[list[int]] = []
+        loader: DataLoader[Any] = DataLoader(
+            _Nothing(),
+            batch_sampler=nothing,
             num_workers=workers.num_workers,
-            prefetch_factor=workers.prefetch_factor,
-            worker_init_fn=begin,
-            timeout=workers.timeout,
-            collate_fn=_Told(fetcher, context.ring),
-            pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
-            multiprocessing_context=context,
-            persistent_workers=workers.persistent,
+            worker_init_fn=work.begin,
+            multiprocessing_context=self._context,
             # A separate generator: drawing the workers' seed must not change the stream from which dropout draws.
             generator=torch.Generator().manual_seed(seed),
         )
+        with _on_cpu():
+            self._watch: Any = iter(loader)
+            """torch's iterator: it raises an error if a worker dies, and ends them all when it is freed."""
+        self._context.started()
 
     def fetched(self, requests: Iterator[Any]) -> Iterator[Any]:
-        self._groups.requests = requests
-        with _timeout_as_data_error(self._timeout_s):
-            with _on_cpu():
-                answers = iter(self._loader)
+        for link in self._context.links:
+            while link.outstanding:  # of an earlier loop that was not finished
+                self._answer(link)
+        asked = self._asked(requests)
+        answers: Generator[Any]
+        if self._pins and torch.accelerator.is_available():
+            answers = _by_thread(asked, _InPinnedMemory(self._answer), self._ahead)
+        else:
+            answers = _one_by_one(asked, self._answer, self._ahead)
+        try:
             for answer in answers:
-                batches = deque(self._groups.answered(answer, self._ring.last_bytes))
+                batches = deque(self._groups.answered(answer, self._context.ring.last_bytes))
                 del answer
                 while batches:
                     if isinstance(batches[0], _FetchFailure):
                         raise unpack_error(batches[0].packed, "in a loader worker", DataError)
                     yield batches.popleft()
+        finally:
+            if not self._stay:
+                self.end()  # so that a thread which pins memory need not wait for the batches under way
+            answers.close()
+
+    def _asked(self, requests: Iterator[Any]) -> Iterator[WorkerLink]:
+        """Gives the requests to the workers in turn, several at once if they are small. Yields who got them."""
+        self._groups.requests = requests
+        links = itertools.cycle(self._context.links)
+        for group in self._groups:
+            link = next(links)
+            link.ask(group)
+            yield link
+
+    def _answer(self, link: WorkerLink) -> Any:
+        with self._taking:
+            for other in self._context.links:
+                if other.late and other is not link:
+                    other.send_late()
+            try:
+                return link.take(self._timeout_s)
+            except TimeoutError:
+                raise DataError(
+                    f"no batch came from the loader workers for {self._timeout_s:g} s (timeout={self._timeout_s:g}): a worker "
+                    "hangs or is slow; py-spy dump --pid PID shows where; timeout=SECONDS sets the limit (0: none)"
+                ) from None
 
     @property
     def are_alive(self) -> bool:
         return self._context.is_alive
 
     def end(self) -> None:
-        """The processes end when nobody holds this object."""
-        self._ring.late.clear()  # they refer to the ring, whose memory would remain until the garbage collection
+        """Waits for the processes."""
+        self._watch = None
+
+
+def _one_by_one(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Generator[Any]:
+    """What `made` returns for each request, which is taken from `requests` when `ahead` others are under way."""
+    under_way = deque(itertools.islice(requests, ahead))
+    while under_way:
+        ready = [made(under_way.popleft())]
+        under_way.extend(itertools.islice(requests, 1))
+        yield ready.pop()  # held by the caller alone
 
 
 class Kept:
@@ -280,40 +367,8 @@ class _Groups:
         return batches
 
 
-@contextlib.contextmanager
-def _timeout_as_data_error(timeout_s: float) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader timed out"):
-            raise
-        raise DataError(
-            f"no batch came from the loader workers for {timeout_s:g} s (timeout={timeout_s:g}): a worker hangs or is slow; "
-            "py-spy dump --pid PID shows where; timeout=SECONDS sets the limit (0: none)"
-        ) from None
-
-
-class _Identity(Dataset[Any]):
-    """The dataset of the worker processes: it returns each request as it is, and the fetcher makes a batch of it."""
-
-    def __getitems__(self, request: Any) -> Any:
-        return request
-
-    def __getitem__(self, request: Any) -> Any:
-        return request
-
-
-class _Begin(NamedTuple):
-    """What a worker calls first. The user's function finds the user's dataset in `get_worker_info()`."""
-
-    dataset: Any
-    then: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        if self.dataset is not None:
-            private_names.set_dataset_of_worker(self.dataset)
-        if self.then is not None:
-            self.then(worker)
+class _Nothing(Dataset[Any]):
+    """What torch's DataLoader reads."""
 
 
 class _FetchFailure(NamedTuple):
@@ -324,19 +379,34 @@ def _failure(error: Exception) -> _FetchFailure:
     return _FetchFailure(pack_error(error))
 
 
-class _Told:
-    """Calls the fetcher for each request of a group. Returns (what it returned, how many seconds it took in all). An exception
-    is returned too, because torch would turn many types into a RuntimeError; it ends the group."""
+class _Work:
+    """What a worker does. The user's function finds the user's dataset in `get_worker_info()`."""
 
-    def __init__(self, fetcher: Fetcher, ring: Ring) -> None:
-        self._fetcher, self._ring = fetcher, ring
+    def __init__(self, fetcher: Fetcher, first: Callable[[int], None] | None) -> None:
+        self._fetcher, self._first = fetcher, first
+        self._failure: _FetchFailure | None = None
 
-    def __call__(self, requests: Sequence[Any]) -> tuple[list[Any], float]:
+    def begin(self, worker: int) -> None:
+        """What a worker calls first."""
+        dataset = getattr(self._fetcher, "dataset", None)
+        if dataset is not None:
+            private_names.set_dataset_of_worker(dataset)
+        if self._first is not None:
+            try:
+                self._first(worker)
+            except Exception as error:
+                self._failure = _failure(error)
+
+    def __call__(self, requests: Sequence[Any], empty: Empty) -> tuple[list[Any], float]:
+        """Calls the fetcher for each request. Returns (what it returned, how many seconds it took in all). An exception is
+        returned too; it ends the group."""
+        if self._failure is not None:
+            return [self._failure], 0.0
         began = time.perf_counter()
         made: list[Any] = []
         for request in requests:
             try:
-                made.append(self._fetcher(request, self._ring.empty))
+                made.append(self._fetcher(request, empty))
             except Exception as error:
                 made.append(_failure(error))
                 break

@@ -1,7 +1,9 @@
 """Batches of loader workers, in memory that the workers and the training process share and reuse.
 
-    context = RingContext(multiprocessing.get_context(), failed=lambda error: error)
-    DataLoader(dataset, num_workers=2, multiprocessing_context=context)
+    ring = Ring(failed=lambda error: error)
+    frame = ring.request((0, indices))                      # here
+    frame = ring.answer(make(ring.asked(frame), ring.empty))  # in a worker
+    batch = ring.answered(frame)                            # here
 
 torch creates a file of shared memory for each tensor of each batch. Here a batch is in a slot of a single file without a name,
 which the kernel removes when the last process exits. The training process sends a slot with each request, and reuses it when no
@@ -12,15 +14,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import resource
-import socket
 import struct
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.context import BaseContext
 from multiprocessing.reduction import DupFd, ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +28,8 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rankwise.data.laying import CannotLieThereError, Laying, loads, resolved
+from rankwise.data.laying import CannotLieThereError, Laying, address_of, loads, resolved
+from rankwise.data.requests import packed, unpacked
 
 _FIRST = 1 << (24 if resource.getrlimit(resource.RLIMIT_AS)[0] >= 0 else 28)
 """Bytes of a slot before the first batch. Pages that nobody writes cost nothing, but address space may be limited (`ulimit -v`,
@@ -40,42 +39,17 @@ _SPARE = 1.25  # room to grow, for batches of uneven length
 _KEPT = 4  # free slots to keep in addition to those requested ahead
 _LOOKED_AT = 16  # slots to search for a free one, at most: a script that keeps all batches would make the search long
 _MAPPED = 64  # slots that a worker keeps mapped, at most
-_MESSAGE = 1 << 15  # bytes: a longer message is sent the way torch's own queue sends it
-_WAIT_S = 0.1
+_MESSAGE = 1 << 15  # bytes: a longer answer is sent the way torch's own queue sends it
 
-_HEADER = struct.Struct("qqq")  # a slot's offset in the file; in a request its size; in an answer the bytes that a batch needs
+_HEADER = struct.Struct("qqq")
+"""A slot's offset in the file. In a request: its size, and how many of its bytes are the message, or 0 if this is in the frame.
+In an answer: 0, and the bytes that a batch needs."""
+_ELSEWHERE = -1  # instead of a number of bytes: the message is in a shared file of torch's
 _NO_SLOT = -1
+LONGEST_FRAME = _HEADER.size + _MESSAGE
 
 
-class RingContext(BaseContext):
-    """A context of multiprocessing whose queues transfer batches in slots, for one iterator of a DataLoader.
-
-    `failed`: if the batch cannot be pickled, turns the exception into what the queue returns.
-    """
-
-    def __init__(self, actual: BaseContext, failed: Callable[[Exception], Any]) -> None:
-        self._actual: Any = actual
-        self.ring = Ring(failed)
-        self._processes: list[Any] = []
-
-    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - multiprocessing's name, as the next two
-        return _Queue(self.ring)
-
-    def Event(self) -> Any:  # noqa: N802
-        self.ring.over = _Flag()
-        return self.ring.over
-
-    def Process(self, *args: Any, **settings: Any) -> Any:  # noqa: N802
-        self._processes.append(self._actual.Process(*args, **settings))
-        return self._processes[-1]
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether no worker has ended."""
-        return all(process.is_alive() for process in self._processes)
-
-
-class _File:
+class File:
     """A file in memory without a name, which may be sent to a process that is started."""
 
     fd = -1
@@ -94,46 +68,23 @@ class _File:
             os.close(self.fd)
 
 
-class _Flag:
-    """Replaces multiprocessing's Event, which is read under a lock: a worker that is killed while it reads (out of memory, for
-    example) would keep the lock, and the training process would wait for it for ever."""
-
-    def __init__(self) -> None:
-        file = _File("rankwise-flag")
-        os.pwrite(file.fd, b"\0", 0)
-        self.__setstate__(file)
-
-    def __getstate__(self) -> _File:
-        return self._file
-
-    def __setstate__(self, file: _File) -> None:
-        self._file, self._memory = file, mmap.mmap(file.fd, 1)
-
-    def set(self) -> None:
-        self._memory[0] = 1
-
-    def is_set(self) -> bool:
-        return self._memory[0] != 0
-
-
 class _Slot:
     def __init__(self, fd: int, offset: int, size: int) -> None:
         self.offset, self.size = offset, size
         self.memory = mmap.mmap(fd, size, offset=offset)
+        self.address = address_of(self.memory)
 
 
 class Ring:
     """In the training process: all slots, and which are free. In a worker: the slot of its request."""
 
     def __init__(self, failed: Callable[[Exception], Any]) -> None:
-        self.__setstate__((_File("rankwise-batches"), os.getpid(), None, failed))
+        self.__setstate__((File("rankwise-batches"), os.getpid(), None, failed))
 
-    def __setstate__(self, state: tuple[_File, int, Any, Callable[[Exception], Any]]) -> None:
+    def __setstate__(self, state: tuple[File, int, Any, Callable[[Exception], Any]]) -> None:
         self._file, self._owner, over, self.failed = state
         self.over = over
         """An event that is set when the workers must exit."""
-        self.late: list[_Queue] = []
-        """The queues that once had more to send than fits into a worker's socket."""
         self._end = self._largest = 0
         self.last_bytes = 0
         """The bytes of the last message that came back in its slot."""
@@ -143,7 +94,7 @@ class Ring:
         self._laying: Laying | None = None
         self._offset = _NO_SLOT
 
-    def __getstate__(self) -> tuple[_File, int, Any, Callable[[Exception], Any]]:
+    def __getstate__(self) -> tuple[File, int, Any, Callable[[Exception], Any]]:
         return self._file, self._owner, self.over, self.failed
 
     @property
@@ -166,14 +117,14 @@ class Ring:
 
     def request(self, message: Any) -> bytes:
         """A frame for a worker, with a slot for its batch; without a slot if there is no memory."""
-        slot = self._free() if message is not None else None
-        if slot is None:
-            return _HEADER.pack(_NO_SLOT, 0, 0) + _plain(message)
-        try:
-            body = Laying(slot.memory).pickled(message)
-        except CannotLieThereError:
-            body = _plain(message)
-        return _HEADER.pack(slot.offset, slot.size, 0) + (body if len(body) <= _MESSAGE else _plain(message))
+        body, slot = packed(message), self._free()
+        offset, size = (slot.offset, slot.size) if slot is not None else (_NO_SLOT, 0)
+        if len(body) <= _MESSAGE:
+            return _HEADER.pack(offset, size, 0) + body
+        if slot is None or len(body) > size:
+            return _HEADER.pack(offset, size, _ELSEWHERE) + bytes(ForkingPickler.dumps(_Long(body)))
+        slot.memory[: len(body)] = body
+        return _HEADER.pack(offset, size, len(body))
 
     def _free(self) -> _Slot | None:
         size = _pages(int(self._largest * _SPARE)) if self._largest else _FIRST
@@ -211,18 +162,20 @@ class Ring:
 
     def asked(self, frame: bytes) -> Any:
         """The message of a request. The next answer uses the slot of this request."""
-        self._offset, size, _ = _HEADER.unpack_from(frame)
-        if self._offset == _NO_SLOT:
-            self._laying = None
-            return _loaded(frame, None)
-        if self._offset not in self._mapped:
+        self._offset, size, length = _HEADER.unpack_from(frame)
+        slot = self._slot(size) if self._offset != _NO_SLOT else None
+        self._laying = Laying(slot.memory, slot.address) if slot is not None else None
+        if slot is not None and length > 0:
+            return unpacked(slot.memory[:length])
+        return unpacked(ForkingPickler.loads(frame[_HEADER.size :]).body() if length == _ELSEWHERE else frame[_HEADER.size :])
+
+    def _slot(self, size: int) -> _Slot:
+        slot = self._mapped.get(self._offset)
+        if slot is None:
             if len(self._mapped) == _MAPPED:
                 self._mapped.clear()
-            self._mapped[self._offset] = _Slot(self._file.fd, self._offset, size)
-        slot = self._mapped[self._offset]
-        message = _loaded(frame, slot, copy=True)
-        self._laying = Laying(slot.memory)
-        return message
+            slot = self._mapped[self._offset] = _Slot(self._file.fd, self._offset, size)
+        return slot
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Like np.empty: memory for the requested batch. Do not use it for anything that must live longer."""
@@ -234,7 +187,7 @@ class Ring:
         try:
             return self._answer(message, laying)
         except Exception as error:
-            return self._answer((message[0], self.failed(error)), None)
+            return self._answer(self.failed(error), None)
 
     def _answer(self, message: Any, laying: Laying | None) -> bytes:
         needed = 0
@@ -245,85 +198,6 @@ class Ring:
         except CannotLieThereError as error:
             needed = error.needed
         return _HEADER.pack(self._offset, 0, needed) + _plain(message)
-
-
-class _Queue:
-    """Replaces a queue of multiprocessing in DataLoader: from the training process to one worker, or from all workers to it."""
-
-    _ends: tuple[socket.socket, ...] = ()
-
-    def __init__(self, ring: Ring) -> None:
-        # Each frame is written and read in one piece, so there is no lock that a killed process could hold.
-        self._begin(ring, *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-
-    def _begin(self, ring: Ring, reader: socket.socket, writer: socket.socket) -> None:
-        self._ring, self._reader, self._writer = ring, reader, writer
-        self._ends = reader, writer
-        self._late: deque[bytes] = deque()
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._ring, self._reader, self._writer
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._begin(*state)
-
-    def put(self, message: Any) -> None:
-        if not self._ring.is_mine:
-            self._send(self._ring.answer(message))
-            return
-        frame = self._ring.request(message)
-        if message is None and self._ring.over.is_set():
-            with self._lock:
-                self._late.clear()  # nobody takes these batches
-            self._send(frame)
-            return
-        self._late.append(frame)
-        self.send_late()
-        if self._late and self not in self._ring.late:
-            self._ring.late.append(self)
-
-    def send_late(self) -> None:
-        """Send as much as there is room for. The training process never waits for a worker, because this worker may wait for
-        it."""
-        with self._lock:  # a thread that pins memory also sends
-            while self._late:
-                try:
-                    self._writer.send(self._late[0], socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    return
-                self._late.popleft()
-
-    def _send(self, frame: bytes) -> None:
-        self._writer.settimeout(_WAIT_S)
-        while True:
-            try:
-                self._writer.send(frame)
-                return
-            except TimeoutError:
-                if self._ring.over.is_set():
-                    return
-
-    def get(self, timeout: float | None = None) -> Any:
-        for other in self._ring.late:
-            other.send_late()
-        if self._reader.gettimeout() != timeout:
-            self._reader.settimeout(timeout)
-        try:
-            frame = self._reader.recv(_HEADER.size + _MESSAGE)
-        except TimeoutError:
-            self._ring.check_owner()
-            raise queue.Empty from None
-        return self._ring.answered(frame) if self._ring.is_mine else self._ring.asked(frame)
-
-    def cancel_join_thread(self) -> None:
-        """Nothing to do: there is no thread."""
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-    __del__ = close
 
 
 def _holders(slot: Any) -> int:
@@ -342,7 +216,10 @@ class _Long:
     """A pickle in a tensor, which torch sends as a file of shared memory."""
 
     def __init__(self, body: bytes) -> None:
-        self.tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        self._tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+    def body(self) -> bytes:
+        return self._tensor.numpy().tobytes()
 
 
 def _plain(message: Any) -> bytes:
@@ -358,6 +235,6 @@ class _Pickler(ForkingPickler):
         return NotImplemented
 
 
-def _loaded(frame: bytes, slot: _Slot | None, copy: bool = False) -> Any:
-    message = loads(frame[_HEADER.size :], slot.memory if slot is not None else None, copy)
-    return loads(message.tensor.numpy().tobytes(), None) if type(message) is _Long else message
+def _loaded(frame: bytes, slot: _Slot | None) -> Any:
+    message = loads(frame[_HEADER.size :], slot.memory if slot is not None else None)
+    return loads(message.body(), None) if type(message) is _Long else message

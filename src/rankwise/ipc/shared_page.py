@@ -293,7 +293,11 @@ class Row:
     @property
     def data_wait_s(self) -> float:
         """How long the rank has waited for batches of torch's DataLoader, or of ours."""
-        return self._words[self._base + _DATA_WAIT_NS] / 1e9
+        return self.data_wait_ns / 1e9
+
+    @property
+    def data_wait_ns(self) -> int:
+        return self._words[self._base + _DATA_WAIT_NS]
 
     @property
     def batches(self) -> int:
@@ -315,9 +319,9 @@ class Row:
         """The offset of these four in the page (agent/data_wait.py writes them, which cannot import this module)."""
         return (self._base + _DATA_WAIT_NS) * 8
 
-    def add_data_wait(self, seconds: float, batches: int) -> None:
+    def add_data_wait(self, wait_ns: int, batches: int) -> None:
         """For a loop that reads without torch's DataLoader."""
-        self._words[self._base + _DATA_WAIT_NS] += int(seconds * 1e9)
+        self._words[self._base + _DATA_WAIT_NS] += wait_ns
         self._words[self._base + _BATCHES] += batches
 
     @property
