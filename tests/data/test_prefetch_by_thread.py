@@ -88,6 +88,32 @@ def test_no_more_is_read_ahead_than_asked_for() -> None:
     assert len(dataset.read) == 20
 
 
+class Stuck(Noted):
+    """One batch takes as long as the loop needs for the batch before."""
+
+    def __init__(self, samples: int, at: int) -> None:
+        super().__init__(samples)
+        self._at, self.goes_on = at, threading.Event()
+
+    def read_batch(self, indices: Any) -> torch.Tensor:
+        if self._at in indices:
+            self.goes_on.wait()
+        return super().read_batch(indices)
+
+
+@pytest.mark.parametrize("ahead", [1, 4, 50])
+@pytest.mark.parametrize("at", [1, 2, 3, 40, 99])
+def test_a_batch_that_is_ready_does_not_wait_for_a_slow_one_behind_it(ahead: int, at: int) -> None:
+    dataset = Stuck(100, at)
+    (loader,) = loaders(dataset, 1, global_batch_size=1, max_epochs=1, prefetch_factor=ahead, shuffle=False)
+    taken = []
+    for (batch,) in loader:
+        taken += batch.tolist()
+        if len(taken) == at:
+            dataset.goes_on.set()
+    assert taken == list(range(0, 1000, 10))
+
+
 def test_a_loop_that_breaks_off_leaves_no_thread_and_goes_on_where_it_was() -> None:
     (loader,) = loaders(Noted(100, delay_s=0.001), 1, global_batch_size=5, max_epochs=1, prefetch_factor=4, shuffle=False)
     steps = iter(loader)

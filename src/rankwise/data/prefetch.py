@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -124,7 +125,7 @@ _LAST_READ_S = 10.0
 """How long a loop that was not finished waits for the batch that its thread still reads."""
 
 _SOON_S = 0.5e-3
-"""How long a batch that is ready may wait for the next."""
+"""How long a batch that is ready waits for the next, at most."""
 
 
 def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Generator[Any]:
@@ -166,30 +167,33 @@ def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) 
 
 
 class _Ready:
-    """What one thread has made and another takes. If batches are made fast, the one that waits is woken for `together` of them:
-    a switch to another thread takes longer than a gather of small rows."""
+    """What one thread has made and another takes. While batches are made fast, the one that waits is woken for `together` of
+    them: a switch to another thread takes longer than a gather of small rows."""
 
     def __init__(self, together: int) -> None:
         self._together = together
         self._made: deque[tuple[Any, BaseException | None]] = deque()
-        self._is_waiting, self._wake = False, SimpleQueue[None]()
-        self._last_s = 0.0
+        self._wanted, self._wake = 0, SimpleQueue[None]()
+        self._last_s, self._are_fast = 0.0, False
 
     def put(self, made: tuple[Any, BaseException | None], is_last: Callable[[], bool]) -> None:
         """`is_last`: whether nothing more was asked for."""
         self._made.append(made)
         before_s, self._last_s = self._last_s, time.perf_counter()
-        if self._is_waiting:
-            is_slow = self._last_s - before_s > _SOON_S
-            if is_slow or len(self._made) >= self._together or is_last():
-                self._is_waiting = False
-                self._wake.put(None)
+        self._are_fast = self._last_s - before_s < _SOON_S
+        if self._wanted and (len(self._made) >= self._wanted or not self._are_fast or is_last()):
+            self._wanted = 0
+            self._wake.put(None)
 
     def get(self) -> tuple[Any, BaseException | None]:
         while not self._made:
-            self._is_waiting = True
-            if not self._made:  # otherwise it came just now, and did not see that somebody waits
-                self._wake.get()
+            self._wanted = self._together if self._are_fast else 1
+            if self._made:  # it came just now, and did not see that somebody waits
+                break
+            try:
+                self._wake.get(timeout=_SOON_S if self._are_fast else None)
+            except queue.Empty:
+                self._are_fast = False
         return self._made.popleft()
 
 
