@@ -166,8 +166,8 @@ def died(way: str) -> list[str]:
     [
         ("killed", "is killed by signal: Killed. "),
         ("killed, answer unread", "is killed by signal: Killed. "),
-        ("0", "exited unexpectedly with exit code 0"),
-        ("3", "exited unexpectedly with exit code 3"),
+        ("0", "exited unexpectedly with exit code 0; num_workers=0 shows where"),
+        ("3", "exited unexpectedly with exit code 3; num_workers=0 shows where"),
     ],
 )
 def test_a_worker_that_died_is_an_error_that_says_how(way: str, text: str) -> None:

@@ -70,6 +70,13 @@ def test_frames_that_only_pass_on_the_error_of_another_process_are_counted(messa
     )
 
 
+@pytest.mark.parametrize("raised", [LOADER, LOADER + TORCH], ids=["by rankwise", "in a signal handler of torch"])
+def test_frames_that_are_running_when_a_loader_worker_dies_are_counted(raised: str) -> None:
+    died = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. \n"
+    expected = "  ... 2 frames in rankwise\n" + raised.removeprefix(LOADER)
+    assert shortened(BEGIN + SCRIPT + TRAINER + raised + died) == BEGIN + SCRIPT + expected + died
+
+
 def test_names_in_what_the_fault_handler_prints_are_as_they_were_written() -> None:
     written = '  File "/mes d\\xe9p\\xf4ts/\\u8bad\\u7ec3.py", line 7 in \\U00020000_\\u0394\n'
     assert unescaped(written) == '  File "/mes dépôts/训练.py", line 7 in 𠀀_Δ\n'

@@ -190,11 +190,11 @@ class WorkerLink:
         self.outstanding -= 1
         try:
             return self._ring.answered(frame)
-        except (ConnectionError, EOFError, FileNotFoundError) as error:  # a tensor that torch's own way sends has a connection
+        except (ConnectionError, EOFError, FileNotFoundError):  # a tensor that torch's own way sends has a connection
             self._process.join(1.0)  # a worker's connections break a moment before its exit can be seen
             if self.is_alive:
                 raise
-            raise self._death() from error
+            raise self._death() from None
 
     def _death(self) -> RuntimeError:
         self._process.join(_EXITS_S)  # in the main thread torch's handler of SIGCHLD may raise its own error meanwhile
@@ -203,7 +203,7 @@ class WorkerLink:
             return RuntimeError(f"{who} has closed its connection to the training process")
         if code < 0:
             return RuntimeError(f"{who} is killed by signal: {signal.strsignal(-code)}. ")
-        return RuntimeError(f"{who} exited unexpectedly with exit code {code}")
+        return RuntimeError(f"{who} exited unexpectedly with exit code {code}; num_workers=0 shows where")
 
     # --- in a worker
 

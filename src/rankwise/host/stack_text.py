@@ -17,6 +17,7 @@ _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u(?!d[89a-f])([0-9a-f]{4})|U([0-9a-f
 _BEGIN = "Traceback (most recent call last):\n"
 FROM_ELSEWHERE = re.compile(rf"raised (on [^\n]+|in a loader worker):\n{re.escape(_BEGIN)}")
 """Before the traceback of another process, in the message or a note of an exception that it has sent (ipc/pickles.py)."""
+_DIED = "RuntimeError: DataLoader worker (pid"
 _STACK = re.compile(r'(?:^  File ".+", line \d+, in .+\n(?:    .*\n)*)+', re.MULTILINE)
 
 
@@ -42,12 +43,14 @@ def is_of_a_collective(file: str, function: str) -> bool:
 
 def shortened(traceback: str) -> str:
     """The frames of rankwise above a frame of the user's code become one line each time. Those below the last such frame
-    remain: the error comes from there. If it was raised in another process, whose traceback follows, they do not."""
+    remain: the error comes from there. If it comes from another process, whose traceback or end follows, they do not."""
     return _STACK.sub(lambda stack: _without_ours(stack[0], _is_from_elsewhere(traceback, stack.end())), traceback)
 
 
 def _is_from_elsewhere(traceback: str, end: int) -> bool:
-    """Whether the traceback of another process is in the message below the frames that end here."""
+    """Whether the error below the frames that end here is the traceback of another process, or tells that one has died."""
+    if traceback.startswith(_DIED, end):
+        return True
     found = FROM_ELSEWHERE.search(traceback, end)
     return found is not None and _BEGIN not in traceback[end : found.start()]
 
