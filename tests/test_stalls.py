@@ -48,6 +48,41 @@ def test_the_late_rank_is_named_with_its_line_and_those_that_wait_with_theirs(la
     assert run.wait() == 130
 
 
+OF_WORKERS = """
+import os, time, torch, rankwise
+class Reads(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index > 60 and os.environ["RANK"] == "1":
+            time.sleep(600)
+        return torch.ones(3)
+if __name__ == "__main__":
+    rankwise.init()
+    for batch in LOADER:
+        rankwise.run_on_main(lambda: None)
+"""
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "rankwise.Loader(Reads(), batch_size=2, num_workers=2)",
+        pytest.param("torch.utils.data.DataLoader(Reads(), batch_size=2, num_workers=2)", marks=pytest.mark.stress),
+    ],
+    ids=["ours", "torch's"],
+)
+def test_a_loader_worker_that_hangs_is_named_with_its_line(launch, loader: str) -> None:
+    run = launch(OF_WORKERS.replace("LOADER", loader), options=("--nproc", "2", "--stall-warn", "1", "--grace", "1"))
+    line = wait_for(lambda: [line for line in run.output().splitlines() if "no progress for" in line], "a verdict")[0]
+    assert "(waiting for its loader worker, which is at script.py:8 in __getitem__, idle, " in line
+    stacks = (run.run.logs / "stall.txt").read_text()
+    assert "Child process " in stacks
+    assert "line 8 in __getitem__" in stacks
+    wait_for(lambda: run.process.send_signal(signal.SIGINT) or run.process.poll() is not None, "the second to be obeyed")
+    assert run.wait() == 130
+
+
 STEADY = """
 import sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -10,8 +10,9 @@ import pytest
 
 from rankwise.agent import stall
 from rankwise.agent.rank_processes import Rank
-from rankwise.agent.stall import Frame, Observation, StallWatch, judge, parse
+from rankwise.agent.stall import Frame, Observation, StallWatch, busy_at, judge, parse
 from rankwise.data import prefetch, worker_link
+from rankwise.hdf5 import rows
 from rankwise.run.directory import RunDir
 
 ALL_REDUCE = (
@@ -125,6 +126,36 @@ def test_a_rank_that_waits_for_its_loader_workers_is_told_so(frames: tuple[Frame
     assert loader is not None
     assert "rank 1 is at train.py:61 in spin" in loader
     assert "(waiting for its loader workers, " in loader
+
+
+IDLE = Frame("/v/lib/python3.11/multiprocessing/connection.py", 7, "poll")
+IN_WORKER = Frame("/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", 9, "_worker_loop")
+READ, NUMPY = Frame("/home/me/data.py", 13, "read"), Frame("/v/lib/python3.11/site-packages/numpy/core.py", 1, "load")
+GET = Frame(worker_link.__file__, 5, "get")
+OURS = Frame(rows.__file__, 8, "take")
+
+
+@pytest.mark.parametrize(
+    ("stack", "expected"),
+    [
+        ((READ, IN_WORKER, *LOOP), READ),
+        ((NUMPY, READ, GET, IN_WORKER, *LOOP), READ),
+        ((OURS, READ, GET, IN_WORKER, *LOOP), READ),
+        ((OURS, GET, IN_WORKER, *LOOP), OURS),
+        ((GET, IN_WORKER, *LOOP), None),
+        ((IDLE, IN_WORKER, *LOOP), None),
+        (LOOP, None),
+        ((), None),
+    ],
+    ids=["torch's", "in a library", "by ours", "in ours", "ours waits", "torch's waits", "no worker", "no answer"],
+)
+def test_where_a_loader_worker_is(stack: tuple[Frame, ...], expected: Frame | None) -> None:
+    assert busy_at(stack) == expected
+
+
+def test_a_rank_that_waits_for_a_loader_worker_is_told_with_the_line_of_that_worker() -> None:
+    waits = Observation(1, ((GET, *LOOP),) * 3, 0.0, ("python",), worker="data.py:13 in read")
+    assert "(waiting for its loader worker, which is at data.py:13 in read, idle, " in waits.told()
 
 
 def test_what_a_rank_runs_is_told_with_it() -> None:

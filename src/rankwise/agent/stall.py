@@ -5,11 +5,13 @@
 
 A stopped rank is visible in /proc at once, and a rank that raised and does not exit in its record. Otherwise, if nothing has
 happened for `warn_s` (no step, no collective, no metrics, no output), the ranks' Python stacks are sampled three times: ranks
-inside a collective wait for the other ranks. This module only reports; it ends nothing.
+inside a collective wait for the other ranks, and loader workers are asked where they are if a rank waits for them. This module
+only reports; it ends nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -33,9 +35,11 @@ _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
 _RAISED_S = 5.0  # most ranks that raise exit sooner
 _MOST_TOLD = 8
+_MOST_WORKERS = 8  # loader workers of a rank that are asked, one after another
 _ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _WAITS_FOR_WORKERS = ("/torch/utils/data/dataloader.py", "/rankwise/data/worker_link.py")
+_LOOP_OF_WORKER = "/torch/utils/data/_utils/worker.py"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -70,6 +74,9 @@ class Observation:
 
     sure: bool = False
     """Whether it reports its steps: then it is certain that it makes no progress."""
+
+    worker: str = ""
+    """Where one of its loader workers is, if it waits for them: `data.py:13 in read`."""
 
     @property
     def waits_in(self) -> str | None:
@@ -117,8 +124,9 @@ class Observation:
             return f"rank {self.rank} waits in {self.waits_in}{place}"
         if not any(self.stacks):
             return f"rank {self.rank} does not answer"
-        loader = any(frame.file.endswith(_WAITS_FOR_WORKERS) for frame in self.stacks[-1])
-        doing = "waiting for its loader workers, " if loader else ""
+        loader = waits_for_workers(self.stacks[-1])
+        worker = f"worker, which is at {self.worker}" if self.worker else "workers"
+        doing = f"waiting for its loader {worker}, " if loader else ""
         running = f", running {', '.join(self.children[:3])}" if self.children and not loader else ""
         cpu = "idle" if self.cpu_share < 0.05 else f"{100 * self.cpu_share:.0f}% CPU"
         return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} stack traces{running})"
@@ -163,6 +171,20 @@ def parse(dump: str) -> tuple[Frame, ...]:
     return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(blocks[-1])) if blocks else ()
 
 
+def waits_for_workers(stack: Sequence[Frame]) -> bool:
+    return any(frame.file.endswith(_WAITS_FOR_WORKERS) for frame in stack)
+
+
+def busy_at(stack: Sequence[Frame]) -> Frame | None:
+    """The line of the user, or else of rankwise, at which a loader worker is; None if it waits for a request, or is no loader
+    worker. Below torch's loop are the frames of the training process from which it was forked."""
+    loop = next((depth for depth, frame in enumerate(stack) if frame.file.endswith(_LOOP_OF_WORKER)), 0)
+    inside = [frame for frame in stack[:loop] if not _is_of_a_library(frame)]
+    if not inside or (inside[0].file.endswith(_WAITS_FOR_WORKERS) and inside[0].function == "get"):
+        return None
+    return next((frame for frame in inside if not frame.file.startswith(_OURS)), inside[0])
+
+
 @dataclass
 class _HeldStacks:
     """Since when the kernel has not let a rank run, for one of two reasons, and whether that was reported."""
@@ -184,6 +206,11 @@ class _Watched:
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
     cpu_s: float = 0.0
+    workers: list[int] | None = None
+    """The loader workers that are still to be asked; None before it is known whether the rank waits for them."""
+
+    worker: Frame | None = None
+    """Where one of them is."""
 
 
 class StallWatch:
@@ -284,17 +311,39 @@ class StallWatch:
             for rank in self._processes.alive:
                 watched = self._watched[rank.rank]
                 watched.stacks, watched.cpu_s = [], processes.cpu_s(rank.pid)
-                watched.offset = self._size(rank)
-                processes.send_if_handled(rank.pid, STACK_SIGNAL)  # a rank that is still being started has no handler
+                watched.workers = watched.worker = None
+                self._ask(rank, rank.pid)
             return
-        for rank in self._processes.alive:
-            watched = self._watched[rank.rank]
-            watched.stacks.append(parse(self._read(rank, watched.offset)))
-            watched.offset = self._size(rank)
-            if len(watched.stacks) < _SAMPLES:
-                processes.send_if_handled(rank.pid, STACK_SIGNAL)
-        if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._processes.alive):
+        are_asked = [self._is_asked_again(rank) for rank in self._processes.alive]
+        if not any(are_asked):
             self._tell(now)
+
+    def _is_asked_again(self, rank: Rank) -> bool:
+        """Reads the answer to the last request. Returns whether there is another: to the rank, then to its loader workers, one
+        at a time, because they write into the same file."""
+        watched = self._watched[rank.rank]
+        stack = parse(self._read(rank, watched.offset))
+        if len(watched.stacks) < _SAMPLES:
+            watched.stacks.append(stack)
+            if len(watched.stacks) < _SAMPLES:
+                return self._ask(rank, rank.pid)
+        if watched.workers is None:
+            watched.workers = processes.children(rank.pid)[:_MOST_WORKERS] if waits_for_workers(watched.stacks[-1]) else []
+        elif watched.worker is None:
+            watched.worker = busy_at(stack)
+        while watched.workers and watched.worker is None:
+            pid = watched.workers.pop(0)
+            if self._ask(rank, pid, f"Child process {pid}:\n"):
+                return True
+        return False
+
+    def _ask(self, rank: Rank, pid: int, title: str = "") -> bool:
+        """Ask for a stack. A rank that is still being started has no handler, and a spawned loader worker has none."""
+        watched = self._watched[rank.rank]
+        with contextlib.suppress(OSError), open(self._run.stacks(rank.rank), "a") as file:
+            file.write(title)
+        watched.offset = self._size(rank)
+        return processes.send_if_handled(pid, STACK_SIGNAL) or pid == rank.pid
 
     def _tell(self, now: float) -> None:
         elapsed = now - self._sampling_since
@@ -305,6 +354,7 @@ class StallWatch:
                 (processes.cpu_s(rank.pid) - self._watched[rank.rank].cpu_s) / elapsed,
                 tuple(processes.command(child) for child in processes.children(rank.pid)),
                 self._processes.tells_steps,
+                str(self._watched[rank.rank].worker or ""),
             )
             for rank in self._processes.alive
         ]

@@ -212,13 +212,15 @@ def send(pid: int, signum: int) -> bool:
     return True
 
 
-def send_if_handled(pid: int, signum: int) -> None:
-    """As `send`, but only if the process handles or ignores this signal by now, so that it cannot end the process."""
+def send_if_handled(pid: int, signum: int) -> bool:
+    """As `send`, but only if the process handles or ignores this signal by now, so that it cannot end the process. Returns
+    whether it was sent."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigIgn:", "SigCgt:"))]
         if any(mask >> (signum - 1) & 1 for mask in masks):
-            send(pid, signum)
+            return send(pid, signum)
+    return False
 
 
 def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0, others_s: float = 0.0) -> bool:
