@@ -96,6 +96,13 @@ def test_tensors_that_share_memory_share_it_afterwards() -> None:
     assert three.all()
 
 
+def test_small_parts_of_a_large_tensor_keep_their_own_values() -> None:
+    many = torch.arange(100_000)
+    given = [many[50:60], many[:10], many[70:75], many[50:55], many[55:60]]
+    for got, expected in zip(over(given), given, strict=True):
+        assert got.tolist() == expected.tolist()
+
+
 def test_a_batch_that_was_made_in_the_buffer_is_not_copied() -> None:
     buffer = bytearray(1 << 16)
     laying = Laying(buffer)

@@ -207,6 +207,18 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: None)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_only_the_device_of_a_thread_that_pins_is_set(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    pinning(monkeypatch)
+    devices = []
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 3)
+    monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: devices.append((index, threading.get_ident())))
+    [loader] = loaders(list(range(12)), 1, num_workers=workers, pin_memory=True)
+    assert len(list(loader)) == 3
+    assert {index for index, _ in devices} == ({3} if workers else set())
+    assert threading.get_ident() not in {thread for _, thread in devices}
+
+
 class Pinnable:
     """A batch that knows how it is pinned, as torch's DataLoader allows."""
 

@@ -117,8 +117,8 @@ class Laying(pickle.Pickler):
         """The place of the tensor's bytes in the buffer, from its first element to its last."""
         low = tensor.data_ptr()
         high = low + size
-        if (whole := self._laid.get(low)) is not None and high <= whole[0][1]:
-            return whole[0][2]
+        if (known := self._laid.get(low)) and known[0][0] == low and high <= known[0][1]:
+            return known[0][2]
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
         laid = self._laid.setdefault(begin, [])

@@ -109,9 +109,11 @@ class _InPinnedMemory:
 
     def __init__(self, made: Callable[[Any], Any]) -> None:
         self._made, self._device = made, torch.accelerator.current_device_index()
+        self._thread = threading.get_ident()
 
     def __call__(self, request: Any) -> Any:
-        torch.accelerator.set_device_index(self._device)  # another thread begins with device 0
+        if threading.get_ident() != self._thread:  # which begins with device 0
+            torch.accelerator.set_device_index(self._device)
         return each_tensor(self._made(request), torch.Tensor.pin_memory, _pinned)
 
 
