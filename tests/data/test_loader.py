@@ -180,7 +180,10 @@ def test_an_attribute_error_of_the_dataset_is_not_hidden() -> None:
         _ = Loader(Unfinished(8), global_batch_size=4).steps_per_epoch
 
 
-def test_a_loop_begins_with_a_warning_if_the_script_has_looked_at_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_begins_with_a_warning_if_the_script_has_looked_at_a_batch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.dist.log._warned", set())
     loader = Loader(Items(8), global_batch_size=4, shuffle=False)
     assert [batch.tolist() for batch in next(iter(loader.once()))] == [[0, 1, 2, 3]]
     assert [batch.tolist() for batch in next(iter(loader))] == [[0, 1, 2, 3]]
@@ -191,7 +194,10 @@ def test_a_loop_begins_with_a_warning_if_the_script_has_looked_at_a_batch(capsys
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_a_loop_that_continues_another_one_begins_without_a_warning(capsys: pytest.CaptureFixture[str], steps: int) -> None:
+def test_a_loop_that_continues_another_one_begins_without_a_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr("rankwise.dist.log._warned", set())
     loader = Loader(Items(8), global_batch_size=4, shuffle=False)
     for _ in itertools.islice(loader, steps):
         pass

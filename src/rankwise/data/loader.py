@@ -319,12 +319,13 @@ class Loader(NoDataLoader):
         """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
         if self._looked_at == (self.epoch, self.position):
             warn_of_look(self.position)
-        is_first = self.taken == 0
+        is_first, epoch = self.taken == 0, self.epoch
         try:
             with is_used(self, "position", "a resumed run would read its data from the start"):
                 yield from self._left()
         finally:
-            self._looked_at = (self.epoch, self.position) if is_first and self._steps == 1 else None
+            is_look = is_first and self._steps == 1 and self.epoch == epoch
+            self._looked_at = (self.epoch, self.position) if is_look else None
 
     def _left(self) -> Iterator[list[Any]]:
         if self._world.world_size > 1:
