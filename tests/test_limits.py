@@ -120,7 +120,9 @@ def test_memory_refused_to_a_rank_is_told_with_what_each_rank_held(launch, state
     assert run.wait() == 1, run.output()
     summary = json.loads(run.run.failure.read_text())["summary"]
     assert said in summary
-    assert " at step 3 (script.py:9); at most 12.0 GB of address space per process (ulimit -v); rank 1 used up to 0." in summary
+    assert (
+        " (at step 3, script.py:9); at most 12.0 GB of address space per process (ulimit -v); rank 1 used up to 0." in summary
+    )
     assert "(rank 0: 0." in summary
 
 

@@ -57,6 +57,10 @@ class Reads(torch.utils.data.Dataset):
         if index > 60 and os.environ["RANK"] == "1":
             time.sleep(600)
         return torch.ones(3)
+class InOne(Reads):
+    draws_nothing = True
+    def read_batch(self, indices):
+        return torch.stack([self[index] for index in indices])
 if __name__ == "__main__":
     rankwise.init()
     for batch in LOADER:
@@ -69,15 +73,17 @@ if __name__ == "__main__":
     [
         "rankwise.Loader(Reads(), batch_size=2, num_workers=2)",
         pytest.param("torch.utils.data.DataLoader(Reads(), batch_size=2, num_workers=2)", marks=pytest.mark.stress),
+        pytest.param("rankwise.Loader(InOne(), batch_size=2, prefetch_factor=4)", marks=pytest.mark.stress),
     ],
-    ids=["ours", "torch's"],
+    ids=["ours", "torch's", "a thread"],
 )
-def test_a_loader_worker_that_hangs_is_named_with_its_line(launch, loader: str) -> None:
+def test_a_loader_worker_or_thread_that_hangs_is_named_with_its_line(launch, loader: str) -> None:
     run = launch(OF_WORKERS.replace("LOADER", loader), options=("--nproc", "2", "--stall-warn", "1", "--grace", "1"))
     line = wait_for(lambda: [line for line in run.output().splitlines() if "no progress for" in line], "a verdict")[0]
-    assert "(waiting for its loader worker, which is at script.py:8 in __getitem__, idle, " in line
+    who = "thread that reads ahead" if "prefetch" in loader else "loader worker"
+    assert f"(waiting for its {who}, which is at script.py:8 in __getitem__, idle, " in line
     stacks = (run.run.logs / "stall.txt").read_text()
-    assert "Child process " in stacks
+    assert ("Child process " in stacks) == ("worker" in who)
     assert "line 8 in __getitem__" in stacks
     wait_for(lambda: run.process.send_signal(signal.SIGINT) or run.process.poll() is not None, "the second to be obeyed")
     assert run.wait() == 130

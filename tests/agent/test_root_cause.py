@@ -112,7 +112,7 @@ def test_other_ends_follow_nobody() -> None:
             "rank 0 was killed by SIGBUS (train.py:61; often a full /dev/shm, or a mapped file that was truncated)",
         ),
         (raised(3, 1.0), "rank 3 raised ValueError: loss is nan"),
-        (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
+        (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan (at step 60, train.py:61)"),
         (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
         (raised(0, 1.0, "RuntimeError: one\ntwo\n"), "rank 0 raised RuntimeError: one"),
         (raised(0, 1.0, "RuntimeError: \x1b[1;31mone\x1b[0m\x07 \u202etwo\x00"), "rank 0 raised RuntimeError: one two"),
@@ -237,8 +237,8 @@ def test_a_rank_that_nothing_can_end_is_told_beside_the_cause_and_as_the_cause()
 
 def test_the_same_error_on_all_ranks_is_told_as_that_of_all() -> None:
     ends = [raised(0, 1.0, where="train.py:1", step=3), raised(1, 2.0, where="train.py:1", step=3)]
-    assert summary(ends[0], ends) == "all 2 ranks raised ValueError: loss is nan at step 3 (train.py:1)"
-    assert summary(ends[0], [ends[0]]) == "rank 0 raised ValueError: loss is nan at step 3 (train.py:1)"
+    assert summary(ends[0], ends) == "all 2 ranks raised ValueError: loss is nan (at step 3, train.py:1)"
+    assert summary(ends[0], [ends[0]]) == "rank 0 raised ValueError: loss is nan (at step 3, train.py:1)"
     assert summary(ends[0], [*ends, sent(2, 3.0)]).startswith("rank 0 raised")
     assert summary(ends[0], [ends[0], raised(1, 2.0, "ValueError: loss is inf")]).startswith("rank 0 raised")
     killed_all = [killed(0, 1.0), killed(1, 1.0)]

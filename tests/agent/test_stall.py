@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from rankwise.agent import stall
 from rankwise.agent.rank_processes import Rank
-from rankwise.agent.stall import Frame, Observation, StallWatch, busy_at, judge, parse
+from rankwise.agent.stall import Frame, Observation, StallWatch, busy_at, judge, parse, thread_of
 from rankwise.data import prefetch, worker_link
 from rankwise.hdf5 import rows
 from rankwise.run.directory import RunDir
@@ -156,6 +157,38 @@ def test_where_a_loader_worker_is(stack: tuple[Frame, ...], expected: Frame | No
 def test_a_rank_that_waits_for_a_loader_worker_is_told_with_the_line_of_that_worker() -> None:
     waits = Observation(1, ((GET, *LOOP),) * 3, 0.0, ("python",), worker="data.py:13 in read")
     assert "(waiting for its loader worker, which is at data.py:13 in read, idle, " in waits.told()
+
+
+AHEAD = Frame(prefetch.__file__, 6, "get")
+DUMP = f"""Thread 0x00000000000000a1 (most recent call first):
+  File "/v/lib/python3.11/threading.py", line 320 in wait
+  File "/home/me/other.py", line 3 in run
+
+Thread 0x00000000000000a2 (most recent call first):
+  File "/home/me/data.py", line 13 in read
+  File "{prefetch.__file__}", line 140 in fetch
+  File "/v/lib/python3.11/threading.py", line 975 in run
+
+Current thread 0x00000000000000a3 (most recent call first):
+  File "{prefetch.__file__}", line 6 in get
+  File "/home/me/train.py", line 61 in spin
+"""
+
+
+def test_the_thread_that_reads_ahead_is_found_among_the_others() -> None:
+    assert thread_of(DUMP)[0] == READ
+    assert parse(DUMP)[0] == AHEAD
+    assert thread_of(DUMP.replace("in fetch", "in stop")) == ()
+
+
+def test_a_rank_that_waits_for_its_thread_is_told_with_the_line_of_that_thread() -> None:
+    waits = Observation(1, ((AHEAD, *LOOP),) * 3, 0.0, (), worker="data.py:13 in read")
+    assert "(waiting for its thread that reads ahead, which is at data.py:13 in read, idle, " in waits.told()
+    assert "(waiting for its thread that reads ahead, idle, " in replace(waits, worker="").told()
+
+
+def test_a_line_of_rankwise_is_told_with_its_folder() -> None:
+    assert str(OURS) == "rankwise/hdf5/rows.py:8"
 
 
 def test_what_a_rank_runs_is_told_with_it() -> None:

@@ -174,7 +174,6 @@ def _cannot_be_killed(end: Evidence) -> str:
 
 def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
-    where = f" ({end.where})" if end.where else ""
     if end.killed_by is not None:
         usual = _USUAL.get(end.killed_by) if not end.remark else None
         known = "; ".join(text for text in (end.where, usual) if text)
@@ -182,7 +181,10 @@ def _what(end: Evidence) -> str:
         return f"was killed by {signal_name(end.killed_by)}{at}{f' ({known})' if known else ''}{remark}"
     if end.exception is not None:
         ours = (end.traceback or "").startswith("error: ")  # of rankwise: the console shows no other text of it
-        return f"raised {_first_line(end.exception, None if ours else 320)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
+        said = _first_line(end.exception, None if ours else 320)
+        # In brackets: a message that ends with a full stop, or with "start", would swallow it.
+        place = ", ".join(text for text in (at.strip(), end.where) if text)
+        return f"raised {said}{f' ({place})' if place else ''}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
         return f"cannot be killed ({end.stuck}){at}: ask the administrator of the host"
     if end.lost:

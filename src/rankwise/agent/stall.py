@@ -39,8 +39,10 @@ _MOST_WORKERS = 8  # loader workers of a rank that are asked, one after another
 _ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _WAITS_FOR_WORKERS = ("/torch/utils/data/dataloader.py", "/rankwise/data/worker_link.py")
+_READS_AHEAD = "/rankwise/data/prefetch.py"
 _LOOP_OF_WORKER = "/torch/utils/data/_utils/worker.py"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_OTHER = re.compile(r"^Thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
 
@@ -51,6 +53,8 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
+        if self.file.startswith(_OURS):
+            return f"rankwise/{self.file.removeprefix(_OURS)}:{self.line}"
         return f"{Path(self.file).name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
 
 
@@ -76,7 +80,7 @@ class Observation:
     """Whether it reports its steps: then it is certain that it makes no progress."""
 
     worker: str = ""
-    """Where one of its loader workers is, if it waits for them: `data.py:13 in read`."""
+    """Where one of its loader workers, or the thread that reads ahead, is if it waits for them: `data.py:13 in read`."""
 
     @property
     def waits_in(self) -> str | None:
@@ -110,8 +114,7 @@ class Observation:
         if place is None or not place.file.startswith(_OURS):
             return str(place) if place is not None else ""
         own = [f for f in self.stacks[-1] if not f.file.startswith(_OURS) and not _is_of_a_library(f)]
-        ours = f"rankwise/{place.file.removeprefix(_OURS)}:{place.line}"
-        return f"{own[0]} (in {ours})" if own else ours
+        return f"{own[0]} (in {place})" if own else str(place)
 
     @property
     def moves(self) -> bool:
@@ -125,11 +128,16 @@ class Observation:
         if not any(self.stacks):
             return f"rank {self.rank} does not answer"
         loader = waits_for_workers(self.stacks[-1])
-        worker = f"worker, which is at {self.worker}" if self.worker else "workers"
-        doing = f"waiting for its loader {worker}, " if loader else ""
+        doing = f"{self._waiting(loader)}, " if loader or waits_for_thread(self.stacks[-1]) else ""
         running = f", running {', '.join(self.children[:3])}" if self.children and not loader else ""
         cpu = "idle" if self.cpu_share < 0.05 else f"{100 * self.cpu_share:.0f}% CPU"
         return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} stack traces{running})"
+
+    def _waiting(self, loader: bool) -> str:
+        if not loader:
+            return "waiting for its thread that reads ahead" + (f", which is at {self.worker}" if self.worker else "")
+        worker = f"worker, which is at {self.worker}" if self.worker else "workers"
+        return f"waiting for its loader {worker}"
 
 
 def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:
@@ -175,14 +183,31 @@ def waits_for_workers(stack: Sequence[Frame]) -> bool:
     return any(frame.file.endswith(_WAITS_FOR_WORKERS) for frame in stack)
 
 
+def waits_for_thread(stack: Sequence[Frame]) -> bool:
+    return any(frame.file.endswith(_READS_AHEAD) and frame.function == "get" for frame in stack)
+
+
+def thread_of(dump: str) -> tuple[Frame, ...]:
+    """The stack of the thread that reads ahead, as in `parse`."""
+    stacks = [
+        tuple(Frame(file, int(line), name) for file, line, name in _FRAME.findall(block)) for block in _OTHER.findall(dump)
+    ]
+    return next((stack for stack in stacks if any(f.file.endswith(_READS_AHEAD) and f.function == "fetch" for f in stack)), ())
+
+
 def busy_at(stack: Sequence[Frame]) -> Frame | None:
     """The line of the user, or else of rankwise, at which a loader worker is; None if it waits for a request, or is no loader
     worker. Below torch's loop are the frames of the training process from which it was forked."""
     loop = next((depth for depth, frame in enumerate(stack) if frame.file.endswith(_LOOP_OF_WORKER)), 0)
-    inside = [frame for frame in stack[:loop] if not _is_of_a_library(frame)]
-    if not inside or (inside[0].file.endswith(_WAITS_FOR_WORKERS) and inside[0].function == "get"):
-        return None
-    return next((frame for frame in inside if not frame.file.startswith(_OURS)), inside[0])
+    place = _innermost(stack[:loop])
+    is_idle = place is not None and place.file.endswith(_WAITS_FOR_WORKERS) and place.function == "get"
+    return None if is_idle else place
+
+
+def _innermost(stack: Sequence[Frame]) -> Frame | None:
+    """Of the user, or else of rankwise."""
+    own = [frame for frame in stack if not _is_of_a_library(frame)]
+    return next((frame for frame in own if not frame.file.startswith(_OURS)), own[0] if own else None)
 
 
 @dataclass
@@ -322,13 +347,16 @@ class StallWatch:
         """Reads the answer to the last request. Returns whether there is another: to the rank, then to its loader workers, one
         at a time, because they write into the same file."""
         watched = self._watched[rank.rank]
-        stack = parse(self._read(rank, watched.offset))
+        dump = self._read(rank, watched.offset)
+        stack = parse(dump)
         if len(watched.stacks) < _SAMPLES:
             watched.stacks.append(stack)
             if len(watched.stacks) < _SAMPLES:
                 return self._ask(rank, rank.pid)
         if watched.workers is None:
-            watched.workers = processes.children(rank.pid)[:_MOST_WORKERS] if waits_for_workers(watched.stacks[-1]) else []
+            thread = thread_of(dump) if waits_for_thread(stack) else ()
+            watched.workers = processes.children(rank.pid)[:_MOST_WORKERS] if waits_for_workers((*stack, *thread)) else []
+            watched.worker = _innermost(thread) if not watched.workers else None
         elif watched.worker is None:
             watched.worker = busy_at(stack)
         while watched.workers and watched.worker is None:
