@@ -412,18 +412,16 @@ def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_g
 def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
     """Until step 3, a file is in the place of the checkpoint folder: this is reported at the step after the save, and training
     continues."""
-    from test_trainer_checkpoints import fit
+    from test_trainer_checkpoints import end_each_save, fit
 
     from rankwise.training.state import TrainState
 
+    end_each_save()
     there = folder / "checkpoints"
     told: list[str] = []
     out = io.StringIO()
 
     def act(state: TrainState) -> None:
-        for thread in threading.enumerate():
-            if thread.name == "rankwise-checkpoint":
-                thread.join()
         told.append(f"{state.step}: {out.getvalue().count('warning: cannot write')}")
         if comm.is_main() and state.step == 1:
             there.write_text("in the way")

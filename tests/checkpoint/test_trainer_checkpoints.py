@@ -108,18 +108,22 @@ def test_the_files_that_are_damaged_here_are_all_that_there_are(tmp_path: Path) 
 # --- a disk that is full
 
 
-def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str, str]:
-    """(the error, what was printed). 5 steps, each saved; the disk is full from step 2 until space is freed."""
-    filler = disk / "filler"
+def end_each_save() -> None:
+    """Also a background save has ended, or failed, when the loop continues. In a separate process."""
     save = Checkpoints.save
 
     def save_now(self: Checkpoints, *args: Any) -> Path:
-        """Also a background save has ended before the disk is filled, or space is freed."""
         path = save(self, *args)
         self._background.join()
         return path
 
     Checkpoints.save = save_now  # type: ignore[method-assign]
+
+
+def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str, str]:
+    """(the error, what was printed). 5 steps, each saved; the disk is full from step 2 until space is freed."""
+    filler = disk / "filler"
+    end_each_save()
 
     def fill(state: TrainState) -> None:
         if state.step == 2 and not filler.exists() and rankwise.init().is_main:
