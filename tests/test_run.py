@@ -107,7 +107,8 @@ def test_logs_of_a_second_attempt_follow_those_of_the_first(launch) -> None:
         assert launch("print('hello')").wait() == 0
     run = launch("print('hello')")
     assert run.wait() == 0
-    assert run.run.log(0).read_text() == "hello\n" * 3
+    assert re.sub(r"=== next attempt, .*\n", "", run.run.log(0).read_text()) == "hello\n" * 3
+    assert run.run.log(0).read_text().count("=== next attempt, ") == 2
     assert [attempt.life for attempt in run.run.attempts()] == [1, 2, 3]
     assert "attempt 3" in run.output()
     assert run.output().count("hello") == 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -286,11 +287,20 @@ def test_the_end_of_a_log_is_not_of_an_earlier_attempt(run: RunDir) -> None:
         log.write("three\n")
     assert run.log_tail(1, 99) == b"three\n"
     assert run.log_tail(1, 3) == b"ee\n"
+    earlier, last = run.log(1).read_text().split("=== next attempt, ")
+    assert earlier == "one\ntwo\n"
+    datetime.strptime(last, "%Y-%m-%d %H:%M:%S\nthree\n")
     run.log(1).unlink()
     run.log(1).mkdir()  # as a file server that does not give it: the verdict is printed all the same
     assert run.log_tail(1, 3) == b""
     run.begin_log(2)
     assert run.log_tail(2, 4) == b""
+    assert not run.log(2).exists()
+    for earlier in ("", "cut while it wrote"):
+        run.log(2).write_text(earlier)
+        run.begin_log(2)
+        assert run.log_tail(2, 4) == b""
+    assert run.log(2).read_text().startswith("cut while it wrote\n=== next attempt, ")
 
 
 def test_each_rank_has_a_log_and_a_place_for_its_exception(run: RunDir) -> None:

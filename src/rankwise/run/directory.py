@@ -33,7 +33,7 @@ from typing import Any, Self
 from rankwise.errors import RunDirError
 from rankwise.host.disk import exists, is_folder
 from rankwise.host.terminal import typed
-from rankwise.host.text import listed
+from rankwise.host.text import listed, stamp
 from rankwise.run import lease, metrics
 from rankwise.run.kinds import NUMBER, SEVERAL, TABLE, TEXT, WHOLE, fits
 from rankwise.run.lease import Holder, Lease
@@ -238,11 +238,15 @@ class RunDir:
         return self.logs / f"rank-{rank}.log"
 
     def begin_log(self, rank: int) -> None:
-        """An attempt begins: what is in the rank's log now is of earlier ones."""
+        """An attempt begins: what is in the rank's log now is of earlier ones. A line separates them."""
         self._log_begins(rank).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # no log yet, or a full disk
-            if size := self.log(rank).stat().st_size:
-                self._log_begins(rank).write_text(str(size))
+        with contextlib.suppress(OSError), open(self.log(rank), "r+b") as file:  # no log yet, or a full disk
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                line_end = b"" if file.read(1) == b"\n" else b"\n"
+                file.write(line_end + f"=== next attempt, {stamp(time.time())}\n".encode())
+                file.flush()
+                self._log_begins(rank).write_text(str(file.tell()))
 
     def _log_begins(self, rank: int) -> Path:
         return self.logs / f".rank-{rank}.begins"
