@@ -601,7 +601,30 @@ def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ra
     assert fourth.accumulate == 1
     changed = Loader(Items(64), global_batch_size=16, accumulate=4).at(world(0, 2))
     changed.load_state_dict(Loader(Items(64), global_batch_size=16).at(world(0, 2)).state_dict())
-    assert changed.accumulate == 4  # the user's wish, on the same number of ranks
+    assert changed.accumulate == 4  # the user's wish
+    changed = Loader(Items(64), global_batch_size=16, accumulate=4).at(world(0, 4))
+    changed.load_state_dict(Loader(Items(64), global_batch_size=16).at(world(0, 2)).state_dict())
+    assert changed.accumulate == 4  # and on another number of ranks
+
+
+def test_a_micro_batch_is_as_large_as_before_when_the_ranks_are_as_many_as_before() -> None:
+    state, found = None, []
+    for world_size in (2, 3, 2, 5, 1, 3, 4, 1):
+        loader = Loader(Items(64), global_batch_size=16).at(world(0, world_size))
+        if state is not None:
+            loader.load_state_dict(state)
+        state = loader.state_dict()
+        found.append(loader.accumulate)
+    assert found == [1, 1, 1, 1, 2, 1, 1, 2]
+
+
+def test_a_smaller_micro_batch_that_the_user_asks_for_is_kept_by_later_resumes() -> None:
+    state = Loader(Items(64), global_batch_size=16).at(world(0, 4)).state_dict()
+    for world_size, expected in ((2, 8), (4, 4), (3, 6)):
+        loader = Loader(Items(64), global_batch_size=16, accumulate=8).at(world(0, world_size))
+        loader.load_state_dict(state)
+        assert loader.accumulate == expected
+        state = loader.state_dict()
 
 
 @pytest.mark.parametrize("kind", [Items, torch.utils.data.IterableDataset])

@@ -121,8 +121,8 @@ class Loader(NoDataLoader):
         check_split(split, dataset, samples is None, batches)
         self._split, self._batch_size, self._asked_size, self._batches = split, batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
-        """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
-        micro-batch in the checkpoint."""
+        """Micro-batches per rank and step. On another number of ranks, a resume keeps them no larger than they have been."""
+        self._fewest = 0  # micro-batches per step on all ranks, in any attempt so far; 0: this is the first
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
         self._workers = Workers(
             max(num_workers, workers or 0), prefetch_factor, pin_memory, worker_init_fn, timeout, persistent_workers
@@ -458,6 +458,7 @@ class Loader(NoDataLoader):
             "ranks": self._world.world_size,
             "accumulate": self.accumulate,
             "given accumulate": self._given_accumulate,
+            "fewest micro-batches": self._fewest or self._world.world_size * self.accumulate,
             "epoch": self.epoch,
             "position": self.position,
             **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
@@ -492,7 +493,8 @@ class Loader(NoDataLoader):
         if self._uneven is not None:
             check_position(state, self._world.world_size)
         self._steps = state.get("steps", 0)
-        if state["ranks"] != self._world.world_size or state.get("given accumulate") == self._given_accumulate:
+        if state.get("given accumulate", self._given_accumulate) == self._given_accumulate:
             # A micro-batch must not become larger than it was, because that size fitted into memory.
-            self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
+            self._fewest = state.get("fewest micro-batches", state["ranks"] * state["accumulate"])
+            self.accumulate = math.ceil(self._fewest / self._world.world_size)
         self.epoch, self.position = state["epoch"], state["position"]
