@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 import zipfile
@@ -180,6 +181,32 @@ def test_a_full_disk_is_reported_in_a_unit_that_fits_the_state(tmp_path: Path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9000, 9000, 0))  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r": it needs \d[\d.]* kB, and 0 B are free$"):
         Checkpoints(tmp_path, background=False).save({"model": nn.Linear(2, 2)}, 1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_with_no_room_for_the_next_save_is_a_warning_while_the_user_is_still_there(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(100, 100)  # a checkpoint of about 60 kB
+
+    def say_after(free: int, keep_last: int, saves: int) -> list[str]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))  # type: ignore[attr-defined]
+        checkpoints = Checkpoints(tmp_path / f"{free}-{keep_last}", keep_last=keep_last, background=background)
+        for step in range(1, saves + 1):
+            checkpoints.save({"model": model}, step)
+            checkpoints.wait()
+        return [line for line in capsys.readouterr().out.splitlines() if "need" in line]
+
+    assert say_after(200_000, keep_last=2, saves=1) == []
+    (line,) = say_after(90_000, keep_last=2, saves=4)  # one place is free, and the next save needs one more
+    assert re.fullmatch(
+        r"warning: the next 2 checkpoints need \d+(\.\d+)? kB in \S*90000-2, and 90 kB are free; "
+        r"free some space, or saves will fail",
+        line,
+    ), line
+    assert say_after(90_000, keep_last=1, saves=3) == []
+    (line,) = say_after(20_000, keep_last=1, saves=3)
+    assert line.startswith("warning: the next checkpoint needs "), line
 
 
 def test_a_pruned_link_to_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:

@@ -130,8 +130,7 @@ class Checkpoints:
         self._last: Path | None = None  # the last save that was started; it may still run
         self._others: Others | None = None  # the ranks that the main rank's writer waits for
         self._ends_with: int | None = None  # the process that finishes its write when it exits
-        self._is_reported = False
-        self._has_saved = False
+        self._is_reported = self._has_saved = False
         self.wait_s = 0.0
         """Seconds that training has waited for saves so far."""
 
@@ -390,6 +389,7 @@ class Checkpoints:
         self._writer.write(final, states, record, self._others, self.fence)
         self._catalog.mark_whole(final)
         gone = self._catalog.prune(final)
+        self._writer.warn_of_little_space(final, self._retention.last - len(self._catalog.all()))
         if self._mirror is not None and comm.is_main():
             self._mirror.offer(final, gone)
 

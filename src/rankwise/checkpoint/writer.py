@@ -37,6 +37,7 @@ from rankwise.checkpoint.background import ATOMS
 from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.checkpoint.reader import load_mapped
+from rankwise.dist import log
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import NO_SPACE, fsync, reserve
 from rankwise.host.text import numbered, size
@@ -60,6 +61,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._durable = False
+        self._has_warned = False
 
     def make_folder(self, final: Path) -> Path:
         """The temporary folder in which several ranks write the checkpoint `final`. Raises CheckpointError."""
@@ -99,6 +101,22 @@ class CheckpointWriter:
             raise CheckpointError(explain_failure(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after a success, it does not exist any more
+
+    def warn_of_little_space(self, final: Path, missing: int) -> None:
+        """Warn, once, if the disk has no room for the next save, or for the first `missing` of the checkpoints to be kept: the
+        user may have left when a save fails. Expects them to be as large as `final`."""
+        if self._has_warned:
+            return
+        try:
+            need = sum(file.stat().st_size for file in final.iterdir()) * (max(missing, 0) + 1)
+            free = shutil.disk_usage(final).free
+        except OSError:  # the next save reports it
+            return
+        if free < need:
+            self._has_warned = True
+            which = "the next checkpoint needs" if missing <= 0 else f"the next {missing + 1} checkpoints need"
+            text = f"{which} {size(need)} in {self._folder}, and {size(free)} are free; free some space, or saves will fail"
+            log.say_per_node(f"warning: {text}")  # each may have its own disk
 
     def _unique(self) -> Path:
         return self._folder / f"tmp.{uuid.uuid4().hex}"
