@@ -105,6 +105,15 @@ def test_the_command_refuses_such_a_line_and_starts_nothing(rankwise) -> None:
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("python", ["python", "python3.12"])
+def test_a_python_before_the_script_is_no_other_launcher(rankwise, python: str) -> None:
+    done = rankwise("run", "--nproc", "2", python, "train.py", "--lr", "1")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"rankwise: {python}: rankwise run starts Python itself; type: rankwise run --nproc 2 train.py --lr 1\n",
+    )
+
+
 def test_a_variable_that_mpirun_would_set_for_the_ranks_is_set_in_the_command_to_type(rankwise) -> None:
     done = rankwise("run", "-x", "A=1", "mpirun", "-np", "2", "-x", "B=a b", "-x", "PATH", "train.py")
     assert done.stderr.endswith("; type: A=1 B='a b' rankwise run --nproc 2 train.py\n")

@@ -169,12 +169,14 @@ def test_a_short_course_is_shown_whole_with_a_column_for_each_figure(run: RunDir
         {"step": 2, "epoch": 0, "clock_s": 2.0, "share/data": 0.5, "loss": 1.23456789, "lr": 0.001},
         {"step": 2, "eval_loss": 1.5},
         {"step": 3, "loss": "nan", "lr": 12345678.0},
+        {"step": 4, "loss": 13061.4, "lr": -13061.4},
     )
     assert course(run) == [
         ["step", "loss", "lr", "eval_loss"],
         ["1", "2.5", "0.001"],
         ["2", "1.235", "0.001", "1.5"],
         ["3", "nan", "1.235e+07"],
+        ["4", "13061", "-1.306e+04"],
     ]
 
 

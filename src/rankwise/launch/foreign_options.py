@@ -43,7 +43,9 @@ def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
         )
     if found is not None:
         meant = " ".join([*found.variables, typed("run", *found.words)])
-        raise ConfigError(f"{', '.join(found.theirs)}: part of a command for another launcher; type: {meant}")
+        is_python = all(map(_PYTHON.fullmatch, found.theirs))
+        what = "rankwise run starts Python itself" if is_python else "part of a command for another launcher"
+        raise ConfigError(f"{', '.join(found.theirs)}: {what}; type: {meant}")
 
 
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:

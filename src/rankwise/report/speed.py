@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from rankwise.errors import RunDirError
-from rankwise.host.text import count, listed, wrapped
+from rankwise.host.text import count, listed, rounded, wrapped
 from rankwise.report.table import table
 from rankwise.run.directory import RunDir, find_run
 
@@ -128,7 +128,7 @@ def text(found: Sequence[Speed], named: bool) -> str:
     rows = [["run"] * named + ["ranks", "nodes", "samples/s", "speed-up", "per rank", "all-reduce", "data wait"]]
     for speed in order:
         gain = speed.samples_per_s / base.samples_per_s
-        numbers = [str(speed.ranks), str(speed.nodes), f"{speed.samples_per_s:.4g}", f"{gain:.2f}"]
+        numbers = [str(speed.ranks), str(speed.nodes), rounded(speed.samples_per_s, 4), f"{gain:.2f}"]
         shares = [gain * base.ranks / speed.ranks, speed.share("all-reduce"), speed.share("data wait")]
         rows.append([speed.run] * named + numbers + [f"{100 * share:.1f}%" for share in shares])
     return "\n".join([table(rows), *(line for speed in others for line in _sentence(base, speed, named))])

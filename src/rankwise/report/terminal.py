@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rankwise.host.text import clock, stamp
+from rankwise.host.text import clock, rounded, stamp
 from rankwise.report.speed import compare, speeds
 from rankwise.report.table import table
 from rankwise.run.directory import Attempt, RunDir, find_run
@@ -21,6 +21,7 @@ _MOST_ATTEMPTS = 10
 _MOST_CHECKPOINTS = 10
 _COLUMNS = 80
 _LEAST_ROOM = 20
+_LARGE = 1e6  # numbers below it are written with all digits before the point
 
 
 def print_report(runs: Sequence[str]) -> None:
@@ -111,7 +112,9 @@ def _with_evaluation(steps: dict[int, dict[str, Any]]) -> set[int]:
 
 
 def _figure(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, int | float) else str(value)
+    if not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return rounded(value, 4) if 0 <= value < _LARGE else f"{value:.4g}"
 
 
 def _time(figures: Sequence[dict[str, Any]]) -> str:
