@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from rankwise.checkpoint import divided_parts, own_states, sharding
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint import own_states, sharding
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
@@ -47,6 +47,7 @@ def check_parts(parts: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the part {name!r} is {shown(part)}, which has no state_dict and load_state_dict; give for example the model"
             )
+        divided_parts.check(name, part)
 
 
 def check_states(parts: Mapping[str, Any]) -> None:
@@ -176,7 +177,7 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
         )
     state = _read(folder, manifest, name, part, verify)
     try:
-        part.load_state_dict(state)
+        divided_parts.loader_of(part)(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from rankwise import errors
-from rankwise.checkpoint import from_scratch, own_states, resume, sharding
+from rankwise.checkpoint import divided_parts, from_scratch, own_states, resume, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
@@ -202,6 +202,7 @@ class Checkpoints:
     ) -> tuple[Path, int]:
         """Collective. (the folder, the bytes of the own states of all ranks)."""
         firsts = [ranks[0] for ranks in self._writers()]
+        parts = divided_parts.whole_parts(parts, comm.rank() in firsts, self._sharded)
         own = own_states.collect(parts)
         with agreed():
             saved = self._times_saved(step) if comm.rank() in firsts else 0
@@ -288,8 +289,7 @@ class Checkpoints:
     def _say_at_end(self) -> None:
         if self._ends_with != os.getpid() or self._is_reported:
             return
-        error = self.close()
-        if error is not None:
+        if (error := self.close()) is not None:
             errors.end_process(error)
 
     def _copy(self, states: dict[str, Any]) -> dict[str, Any] | None:

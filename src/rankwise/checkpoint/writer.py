@@ -38,6 +38,7 @@ from rankwise.checkpoint.folders import remove_whole
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage
 from rankwise.checkpoint.reader import load_mapped
 from rankwise.dist import log
+from rankwise.dist.divided import is_divided
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import NO_SPACE, fsync, reserve
 from rankwise.host.text import numbered, size
@@ -240,6 +241,11 @@ def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     for name, state in states.items():
         check_loadable(state, name)
     for path, tensor in manifests.tensors(states):
+        if is_divided(tensor):
+            raise ConfigError(
+                f"{path} is a DTensor, of which this rank has only a part; its state_dict must return tensor.full_tensor(), "
+                "which all ranks must call"
+            )
         if tensor.layout is not torch.strided:
             raise ConfigError(
                 f"{path} is a tensor of layout {tensor.layout}, which a checkpoint cannot hold; state_dict must return its "

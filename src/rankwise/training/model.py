@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.dist import comm, log, private_names, seed
+from rankwise.dist.divided import is_flattened, name_of_divided
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -24,11 +25,18 @@ _SYNCED_ON = ("cuda", "xpu", "hpu")  # the devices on which torch's SyncBatchNor
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises ConfigError for a model that synchronises the ranks itself."""
+    """Raises ConfigError for a model that synchronises the ranks itself, or is divided over them."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
             "inside (model.module)"
+        )
+    name = name_of_divided(model)
+    if name is not None or is_flattened(model):
+        what = f"{name} is a DTensor" if name is not None else "it is in FullyShardedDataParallel"
+        raise ConfigError(
+            f"each rank has only a part of the model ({what}), but here each rank trains a whole copy; give the model before "
+            "it was divided, or train it in your own loop without a strategy, as with torchrun"
         )
 
 

@@ -1,0 +1,62 @@
+"""Parts of a checkpoint whose tensors are divided over the ranks: saved whole, so that any number of ranks can load them.
+
+parts = whole_parts(parts, writes=rank == 0)     # collective: what to save
+load_state = loader_of(part)                     # loads a whole state into such a part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise.dist import divided
+from rankwise.errors import ConfigError
+from rankwise.training.state import Stateful
+
+
+class _Whole:
+    """The state of a part, as it is to be saved."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError  # it is only saved
+
+
+def check(name: str, part: object) -> None:
+    """Raises ConfigError for a model of which no rank can save the whole."""
+    if divided.is_flattened(part):
+        raise ConfigError(
+            f"the part {name!r} is in FullyShardedDataParallel, whose state a checkpoint cannot hold; divide the model with "
+            "torch.distributed.fsdp.fully_shard(model) instead"
+        )
+
+
+def whole_parts(parts: Mapping[str, Stateful], writes: bool, sharded: bool) -> dict[str, Stateful]:
+    """Collective, if a part is divided. The parts, of which the divided ones have whole tensors in host memory if this rank
+    `writes`. Raises ConfigError with `sharded`, which writes shares of tensors that each rank has."""
+    found = {name: tensor for name, part in parts.items() if (tensor := divided.name_of_divided(part)) is not None}
+    if found and sharded:
+        name, tensor = next(iter(found.items()))
+        raise ConfigError(
+            f"Checkpoints(sharded=True): the part {name!r} is divided over the ranks already ({tensor} is a DTensor), and is "
+            "saved whole, by the main rank; remove sharded=True"
+        )
+    return {name: _Whole(divided.whole(part.state_dict(), writes)) if name in found else part for name, part in parts.items()}
+
+
+def loader_of(part: Stateful) -> Callable[[dict[str, Any]], Any]:
+    """What loads a state from a checkpoint. Not collective."""
+    if divided.name_of_divided(part) is None:
+        return part.load_state_dict
+    if isinstance(part, Optimizer):
+        return lambda state: part.load_state_dict(divided.divide_of_optimizer(state, part))
+    assert isinstance(part, nn.Module)
+    return lambda state: part.load_state_dict(divided.divide(state, part.state_dict()))

@@ -1,0 +1,89 @@
+"""Models whose tensors are divided over the ranks (torch's DTensor): by `fully_shard`, or by `parallelize_module`.
+
+name_of_divided(model)                           # "0.weight"; None if each rank has the whole model
+state = whole(model.state_dict(), keep=True)     # collective
+divide(state, like=model.state_dict())
+
+Nothing of torch.distributed is imported here: a class that the script has not imported has no objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_TENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+
+
+def is_divided(value: object) -> bool:
+    """Whether it is a DTensor."""
+    kind = getattr(sys.modules.get(_TENSORS), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def name_of_divided(part: object) -> str | None:
+    """The first tensor of a model, or the first parameter of an optimizer, that is divided."""
+    if _TENSORS not in sys.modules:
+        return None
+    if isinstance(part, nn.Module):
+        named = itertools.chain(part.named_parameters(), part.named_buffers())
+        return next((name for name, tensor in named if is_divided(tensor)), None)
+    if isinstance(part, Optimizer):
+        parameters = ((number, p) for number, group in enumerate(part.param_groups) for p in group["params"])
+        return next((f"a parameter of group {number}" for number, p in parameters if is_divided(p)), None)
+    return None
+
+
+def is_flattened(model: object) -> bool:
+    """Whether it has a module in FullyShardedDataParallel, torch's first FSDP: it hides the tensors, and each rank has other
+    elements of them."""
+    kind = getattr(sys.modules.get(_FSDP), "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(model, nn.Module) and any(isinstance(module, kind) for module in model.modules())
+
+
+@torch.no_grad()
+def whole(state: Any, keep: bool) -> Any:
+    """Collective, if the state has divided tensors. The state with these tensors in one piece, in host memory. Without `keep`,
+    this rank only takes part: it gets None for them, and needs no memory for more than one at a time."""
+    if isinstance(state, dict):
+        return {key: whole(value, keep) for key, value in state.items()}
+    if isinstance(state, list | tuple) and not hasattr(state, "_fields"):
+        return type(state)(whole(value, keep) for value in state)
+    if not is_divided(state):
+        return state
+    found = state.full_tensor()
+    return found.cpu() if keep else None
+
+
+def divide(state: dict[Any, Any], like: Any) -> dict[Any, Any]:
+    """The state of a model, of which this rank keeps its part of the tensors that are divided in `like`."""
+    return {key: _divided(value, like.get(key)) for key, value in state.items()}
+
+
+def divide_of_optimizer(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer: what has the shape of a parameter is divided as the parameter is."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
+    kept = {
+        number: {key: _divided(value, parameters.get(number)) for key, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": kept}
+
+
+@torch.no_grad()
+def _divided(value: Any, like: Any) -> Any:
+    """A tensor of another shape is left as it is: the part itself reports it."""
+    if not is_divided(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    tensors: Any = sys.modules[_TENSORS]
+    replicas = [tensors.Replicate()] * like.device_mesh.ndim
+    everywhere = tensors.DTensor.from_local(value.to(like.device), like.device_mesh, replicas, run_check=False)
+    return everywhere.redistribute(placements=like.placements)  # sends nothing: each rank has the whole tensor
