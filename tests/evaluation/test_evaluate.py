@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from ranks import RankError, on_ranks
 from torch import nn
@@ -185,25 +188,29 @@ def by_all_of_them() -> tuple[list[dict[str, float]], dict[str, float], dict[str
     return by_torchmetrics(), by_a_collection(), by_an_object_that_would_wait(), of_no_batch()
 
 
-@pytest.mark.stress  # each rank imports torchmetrics, which takes a second; how metric objects are merged: below
-@pytest.mark.parametrize("n", [2, 3])
-def test_metrics_of_torchmetrics_and_collections_are_those_of_one_process_and_none_waits_for_other_ranks(
-    n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comm, "_world", None)
-    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics warns about lists that grow and classes without a sample
-        expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
-        some = {name.replace("some_", ""): value for name, value in in_one_process(29, ("some",)).items()}
-        alone = by_all_of_them()
-        answers = [alone, *on_ranks(n, by_all_of_them)]
+def by_one_process_and_by_ranks() -> tuple[list[dict[str, float]], dict[str, float], Any, dict[int, list[Any]]]:
+    """The values of torchmetrics; and ours of this process, and of the ranks that it forks: torchmetrics takes many seconds to
+    import, and is imported once for all of them."""
+    warnings.simplefilter("ignore")  # torchmetrics warns about lists that grow and classes without a sample
+    expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
+    some = {name.replace("some_", ""): value for name, value in in_one_process(29, ("some",)).items()}
+    alone = by_all_of_them()
+    ranks._CONTEXT = multiprocessing.get_context("fork")
+    return expected, some, alone, {n: on_ranks(n, by_all_of_them) for n in (2, 3)}
+
+
+@pytest.mark.stress  # it imports torchmetrics; how metric objects are merged: below
+def test_metrics_of_torchmetrics_and_collections_are_those_of_one_process_and_none_waits_for_other_ranks() -> None:
+    if importlib.util.find_spec("torchmetrics") is None:
+        pytest.skip("torchmetrics is not installed (pip install torchmetrics)")
+    [(expected, some, alone, by_ranks)] = on_ranks(1, by_one_process_and_by_ranks, timeout_s=600.0)
     assert alone[3]["eval_f1"] == 0.0  # of no batch: as of an object that was never updated
     x, y, _ = data(29)[:]
     right = (x.argmax(1) == y).float().mean().item()
     assert len(expected[0]) == 13
     assert len(some) == 3
-    for answer, collection, waited, of_nothing in answers:
+    assert [len(answers) for answers in by_ranks.values()] == [2, 3]
+    for answer, collection, waited, of_nothing in [alone, *by_ranks[2], *by_ranks[3]]:
         for got, wanted in zip(answer, expected, strict=True):
             assert got.keys() == wanted.keys()
             assert got == pytest.approx(wanted, rel=1e-5, nan_ok=True)
