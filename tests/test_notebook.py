@@ -34,7 +34,8 @@ class Notebook:
     def __init__(self, folder: Path) -> None:
         from jupyter_client.manager import start_new_kernel
 
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        # As for somebody who has configured nothing, the ranks are forked: all of them train, and torch is imported once.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": str(folder)}
         self.kernel, self._client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=env)
 
     def run(self, cell: str, interrupt_at: str = "") -> str:
