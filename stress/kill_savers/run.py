@@ -338,7 +338,8 @@ def main() -> int:
         if not any(word in kind.name for kind in SAVERS):
             parser.error(f"--savers {word}: the savers are {', '.join(kind.name for kind in SAVERS)}")
     torch.set_num_threads(1)
-    versions = import_all()
+    chosen = [kind for kind in SAVERS if not options.savers or any(word in kind.name for word in options.savers)]
+    versions = import_all(chosen)
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     base = Path(tempfile.mkdtemp(dir=options.folder))
     base.chmod(0o755)
@@ -346,9 +347,7 @@ def main() -> int:
     elsewhere.chmod(0o777)
     place, right = Place(base), True
     try:
-        for kind in SAVERS:
-            if options.savers and not any(word in kind.name for word in options.savers):
-                continue
+        for kind in chosen:
             if kind.needs not in versions:
                 print(f"{kind.name:23}left out: {kind.needs} is not installed")
                 continue

@@ -9,7 +9,7 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -346,15 +346,17 @@ SAVERS: list[type[Saver]] = [
 ]  # fmt: skip
 
 
-def import_all() -> dict[str, str]:
-    """The versions, by library. A child does not repeat an import that was done here. If a library is missing, its savers are
-    skipped."""
+def import_all(kinds: Collection[type[Saver]]) -> dict[str, str]:
+    """The versions of the libraries that these savers need, by library. A child does not repeat an import that was done here.
+    If a library is missing, its savers are skipped."""
     found = {"torch": torch.__version__}
     optimizer_of(Model())  # imports more of torch, which a child with user nobody may not be able to read
+    needed = {kind.needs for kind in kinds}
     for name in ("accelerate", "lightning.pytorch", "transformers"):
-        with contextlib.suppress(ImportError):
-            module = __import__(name, fromlist=["__version__"])
-            found[name.split(".")[0]] = module.__version__
+        library = name.split(".")[0]
+        if library in needed:
+            with contextlib.suppress(ImportError):
+                found[library] = __import__(name, fromlist=["__version__"]).__version__
     if "transformers" in found:
         from transformers import Trainer as _Trainer  # noqa: F401  # lazily imported otherwise
     return found
