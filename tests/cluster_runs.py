@@ -82,14 +82,14 @@ for step in (1, 2, 3):
     print("step", step, flush=True)
     if first and step == 2 and world.rank == world.world_size - 1:
         os.kill(os.getpid(), 9)
-    until = time.monotonic() + float(sys.argv[1])
+    until = time.monotonic() + first * (float(sys.argv[1]) if step == 2 else 1.0)
     while time.monotonic() < until:
         time.sleep(0.05)
     if first and step == 2:
         raise ConnectionError("Connection closed by peer")  # as the collective at the end of the step says it
 """
-"""Steps of a given length, with an agreed stop, without torch. In the first attempt, the last rank is killed in the second
-step."""
+"""Steps with an agreed stop, without torch. In the first attempt, the last rank is killed in the second step, which has a given
+length."""
 
 TRAIN = """
 import os, sys, time, torch, rankwise
