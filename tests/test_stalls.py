@@ -96,14 +96,18 @@ rank = dist.get_rank()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
 for step in range(STEPS):
     model(torch.ones(2, 3)).sum().backward()
-    time.sleep(0.3 if rank == 0 else 0.05)
+    time.sleep(LATE if rank == 0 else 0.02)
 """
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("steps", [15, 100])
-def test_steps_of_a_script_that_prints_nothing_are_progress_though_one_rank_is_always_late(launch, steps: int) -> None:
-    run = launch(STEADY.replace("STEPS", str(steps)), options=("--nproc", "2", "--stall-warn", "1.5"))
+@pytest.mark.parametrize(("steps", "late_s"), [(15, 0.3), (100, 0.1)], ids=["15", "100"])
+def test_steps_of_a_script_that_prints_nothing_are_progress_though_one_rank_is_always_late(
+    launch, steps: int, late_s: float
+) -> None:
+    run = launch(
+        STEADY.replace("STEPS", str(steps)).replace("LATE", str(late_s)), options=("--nproc", "2", "--stall-warn", "1.5")
+    )
     assert run.process.wait(timeout=120) == 0
     assert "no progress" not in run.output()
 
