@@ -15,7 +15,8 @@ FUNCTION = blocks("py", (ROOT / "docs" / "functions.md").read_text())[0]
 
 def shortened(text: str) -> str:
     """One epoch is enough, and a short text."""
-    text = re.sub(r"max_epochs=\d+|EPOCHS, EVERY = \d+", lambda found: re.sub(r"\d+", "1", found[0]), text)
+    epochs = r"max_epochs=\d+|EPOCHS, EVERY = \d+|for epoch in range\(\d+"
+    text = re.sub(epochs, lambda found: re.sub(r"\d+", "1", found[0]), text)
     return text.replace("64 * 1024", "2 * 1024").replace(", 300)", ", 3)")
 
 
