@@ -8,7 +8,7 @@ from runners import MEMORY, right
 pytestmark = pytest.mark.stress
 
 DOSES = {
-    "small": {"behind": ["--kills", "3", "--in-save", "1", "--steps", "150"],
+    "small": {"behind": ["--kills", "2", "--in-save", "1", "--steps", "150"],
               "blocking": ["--kills", "1", "--in-save", "1", "--steps", "100", "--blocking"]},
     "whole": {"behind": ["--kills", "200", "--in-save", "60", "--seed", "2"], "blocking": ["--blocking"]},
 }  # fmt: skip
