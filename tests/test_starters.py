@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import FORKED
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +44,7 @@ def test_what_spawn_starts_joins_by_the_numbers_it_is_given() -> None:
 @pytest.mark.stress
 def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -> None:
     Path("train.py").write_text(SPAWN)
-    done = run("-m", "rankwise", "run", "--nproc", "2", "train.py")
+    done = run("-m", "rankwise", "run", *FORKED, "train.py")
     assert done.returncode == 1
     assert "called torch.multiprocessing.spawn: " in done.stdout + done.stderr
     assert "each of these ranks would start its own ranks" in done.stdout + done.stderr
