@@ -109,8 +109,8 @@ def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_ag
 
 
 def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: Start, launch: New) -> None:
-    run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "200")
-    run.until(lambda: len(steps()) > 20, "steps")
+    run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "60")
+    run.until(lambda: len(steps()) > 5, "steps")
     for process in psutil.process_iter():  # Grid Engine does this at s_rt
         try:
             words = process.cmdline()
@@ -121,8 +121,8 @@ def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: St
             break
     status, out = run.wait()
     assert status == 0, out
-    assert steps() == list(range(1, 201))
-    assert samples() == list(range(800))
+    assert steps() == list(range(1, 61))
+    assert samples() == list(range(240))
     assert [attempt.status for attempt in run.run.attempts()] == [75, 0]
 
 
@@ -132,15 +132,15 @@ def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes
 ) -> None:
     """At s_rt Grid Engine would kill the task on the other host. Each attempt has as much time as the first, half of it for
     training."""
-    run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "900")
+    run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "300")
     run.until(lambda: run.run.world.exists() and len(run.run.attempts()) > 1, "a second life")
     first = run.run.attempts()[0]
     assert {part.host for part in first.parts} == {"node1", "node2"}
     assert (first.status, first.outcome.rpartition(" ")[0]) == (75, "stopped by SIGTERM after step")
     status, out = run.wait()
     assert status == 0, out
-    assert steps() == list(range(1, 901))
-    assert samples() == list(range(3600))
+    assert steps() == list(range(1, 301))
+    assert samples() == list(range(1200))
 
 
 @pytest.mark.stress(dose="whole")  # as with Slurm, and a deleted run is above
@@ -148,9 +148,9 @@ def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_whe
     sge: Start, launch: New
 ) -> None:
     """Every job of ours has -notify: SIGUSR2 arrives before the end."""
-    words = [*WITH_TORCH, write(TRAIN), "200"]
+    words = [*WITH_TORCH, write(TRAIN), "60"]
     run = launch(*words)
-    run.until(lambda: len(steps()) > 20, "steps")
+    run.until(lambda: len(steps()) > 5, "steps")
     job = run.run.read_job()
     assert job is not None
     subprocess.run(["qdel", job.id], check=True, capture_output=True)
@@ -160,5 +160,5 @@ def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_whe
     assert max(path.name for path in run.run.checkpoints.glob("step-*")) == f"step-{stopped_at:08d}"
     status, out = launch(*words).wait()
     assert status == 0, out
-    assert steps() == list(range(1, 201))
-    assert samples() == list(range(800))
+    assert steps() == list(range(1, 61))
+    assert samples() == list(range(240))

@@ -230,9 +230,9 @@ def test_a_job_that_is_cancelled_stops_all_ranks_after_one_step(slurm: Start, la
 def test_a_training_that_is_cancelled_is_saved_after_its_last_step_and_goes_on_when_it_is_typed_again(
     slurm: Start, launch: New
 ) -> None:
-    words = [*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--wait", write(TRAIN), "150"]
+    words = [*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--wait", write(TRAIN), "60"]
     run = launch(*words)
-    run.until(lambda: len(steps()) > 20, "steps")
+    run.until(lambda: len(steps()) > 5, "steps")
     job = run.run.read_job()
     assert job is not None
     subprocess.run(["scancel", job.id], check=True)
@@ -244,20 +244,20 @@ def test_a_training_that_is_cancelled_is_saved_after_its_last_step_and_goes_on_w
     assert len(samples()) == 4 * stopped_at
     status, out = launch(*words).wait()
     assert status == 0, out
-    assert steps() == list(range(1, 151))
-    assert samples() == list(range(600))
+    assert steps() == list(range(1, 61))
+    assert samples() == list(range(240))
 
 
 def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_attempt(slurm: Start, launch: New) -> None:
-    run = launch(*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--requeue", "--time", "10", "--wait", write(TRAIN), "150")
-    run.until(lambda: len(steps()) > 20, "steps")
+    run = launch(*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--requeue", "--time", "10", "--wait", write(TRAIN), "60")
+    run.until(lambda: len(steps()) > 5, "steps")
     job = run.run.read_job()
     assert job is not None
     subprocess.run(["scancel", "-s", "USR1", job.id], check=True)  # Slurm does this before the limit
     status, out = run.wait()
     assert status == 0, out
-    assert steps() == list(range(1, 151))
-    assert samples() == list(range(600))
+    assert steps() == list(range(1, 61))
+    assert samples() == list(range(240))
     assert [attempt.status for attempt in run.run.attempts()] == [75, 0]
 
 
