@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 from cluster_runs import LISTENS, write
-from clusters import PYTHON, ROOT, Start, mpich, nothing_is_left, openmpi, ranks, script, slurm
+from clusters import PYTHON, ROOT, Start, at_once, mpich, nothing_is_left, openmpi, ranks, script, slurm
 
 __all__ = ["mpich", "openmpi", "script", "slurm"]  # fixtures
 
 pytestmark = pytest.mark.cluster
 
-TWO_BY_TWO = [[0, 4, 0, 2, 0, 10], [1, 4, 1, 2, 0, 10], [2, 4, 0, 2, 1, 10], [3, 4, 1, 2, 1, 10]]
+THREE = [[0, 3, 0, 2, 0, 6], [1, 3, 1, 2, 0, 6], [2, 3, 0, 1, 1, 6]]
+"""Two ranks on the first host, and one on the second. The truth table has two on each."""
 
 
 def test_tasks_on_two_hosts_meet_though_each_hosts_own_name_is_a_loopback_address(slurm: Start, script: str) -> None:
-    assert ranks(slurm("srun", "-N2", "--ntasks-per-node=2", PYTHON, script)) == TWO_BY_TWO
+    assert ranks(slurm("srun", "-N2", "-n3", PYTHON, script)) == THREE
     assert nothing_is_left()
 
 
@@ -28,15 +29,18 @@ def test_rank_0_on_the_second_host_announces_that_hosts_address(slurm: Start, sc
 
 
 def test_the_store_of_tasks_that_meet_by_a_file_listens_at_the_address_by_which_they_come(slurm: Start) -> None:
-    done = slurm("srun", "-N2", "--ntasks-per-node=2", PYTHON, write(LISTENS))
-    assert sorted(done.stdout.splitlines()) == ["0 10.88.0.1", "1", "2", "3"], done.stderr
+    done = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, write(LISTENS))
+    assert sorted(done.stdout.splitlines()) == ["0 10.88.0.1", "1"], done.stderr
 
 
 def test_steps_at_once_in_one_folder_do_not_meet_each_other(slurm: Start, script: str) -> None:
+    at_once(script, 4)
     with ThreadPoolExecutor() as pool:
-        steps = [pool.submit(slurm, "srun", "-N2", "--ntasks-per-node=1", PYTHON, script) for _ in range(3)]
-    for step in steps:
-        assert ranks(step.result()) == [[0, 2, 0, 1, 0, 3], [1, 2, 0, 1, 1, 3]]
+        words = "srun", "-N2", "--ntasks-per-node=1", PYTHON, script
+        steps = {job: pool.submit(slurm, *words, JOB=str(job)) for job in (100, 200)}
+    for job, step in steps.items():
+        total = 1 + 2 + 2 * job
+        assert ranks(step.result()) == [[0, 2, 0, 1, 0, total], [1, 2, 0, 1, 1, total]]
     assert nothing_is_left()
 
 
@@ -46,8 +50,8 @@ def test_mpirun_in_a_slurm_job_starts_one_world_over_its_hosts(
 ) -> None:
     request.getfixturevalue(launcher)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = slurm("salloc", "-N2", "--ntasks-per-node=2", f"mpirun.{launcher}", PYTHON, script, **root)
-    assert ranks(done) == TWO_BY_TWO
+    done = slurm("salloc", "-N2", "-n3", f"mpirun.{launcher}", PYTHON, script, **root)
+    assert ranks(done) == THREE
     assert nothing_is_left()
 
 
