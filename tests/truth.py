@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = """
+import gc; gc.disable()  # a collection during the imports takes a fifth of their time
 import json, os, platform
 from pathlib import Path
 import torch, rankwise
