@@ -14,10 +14,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from sources import FILES, SOURCE, nodes_in, parsed
 
 from rankwise import schedulers
-
-SOURCE = Path(__file__).parents[1] / "src" / "rankwise"
 
 PACKAGES = {
     "errors": "",
@@ -66,13 +65,6 @@ BESIDE = (
 """The file that the script's interpreter runs by its path, and the files that it loads from there under another name, so by
 relative imports. They import only each other, the standard library and torch."""
 
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
 
 def package(path: Path) -> str:
     """The package or module at the top that a file belongs to."""
@@ -84,11 +76,12 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(SOURCE)).removesuffix(".py")
 
 
+@functools.cache
 def imports(path: Path, at_start: bool = False) -> list[str]:
     """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; with `at_start`, only on
     import."""
     found = []
-    for node in _at_start(parsed(path)) if at_start else ast.walk(parsed(path)):
+    for node in _at_start(parsed(path)) if at_start else nodes_in(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level and name_of(path) in BESIDE:
@@ -161,13 +154,13 @@ ORDINARY = {"local", "manual", "others"}
 
 def named_schedulers(path: Path) -> list[str]:
     """Where a file mentions one scheduler, except for texts for the user: an identifier, or a string that is its name."""
-    tree = parsed(path)
+    nodes = nodes_in(path)
     names = {*schedulers.launchers({}), *schedulers.queues()}
     special = names - ORDINARY
-    compared = {id(side) for node in ast.walk(tree) if isinstance(node, ast.Compare) for side in (node.left, *node.comparators)}
-    compared |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.MatchValue)}
+    compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in (node.left, *node.comparators)}
+    compared |= {id(node.value) for node in nodes if isinstance(node, ast.MatchValue)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Constant(value=str(value)) if value in special or (value in names and id(node) in compared):
                 found.append(f"{node.lineno}: {value!r}")
@@ -184,8 +177,9 @@ def test_no_scheduler_is_asked_for_by_its_name_outside_of_its_package(path: Path
 
 
 def test_a_branch_on_a_name_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "x.py"
-    for line in ('x = name == "slurm"', 'x = name != "local"', "from rankwise.schedulers import sge", 'f("ssh")', "slurm.x"):
+    lines = ('x = name == "slurm"', 'x = name != "local"', "from rankwise.schedulers import sge", 'f("ssh")', "slurm.x")
+    for number, line in enumerate(lines):
+        path = tmp_path / f"{number}.py"  # each file is read once
         path.write_text(line)
         assert named_schedulers(path), line
 
@@ -244,7 +238,7 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_file_is_longer_than_500_lines_and_no_body_of_a_function_longer_than_50(path: Path) -> None:
     assert path.read_text().count("\n") <= 500
-    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes_in(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not [f.name for f in functions if body_lines(f) > 50]
 
 
@@ -261,15 +255,15 @@ OF_OTHERS = {"_fields", "_exit", "_reductions", "_usr_sig"}
 def private_names(path: Path) -> set[str]:
     """Names with one underscore in front that a file reads, writes or asks for but does not define. On `self`, `cls` and
     `super()`, they are defined somewhere in the package; `_rankwise_...` is what we set on an object of torch."""
-    tree = parsed(path)
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node.value)}
-    for node in ast.walk(tree):
+    nodes = nodes_in(path)
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and not _is_own(node.value)}
+    for node in nodes:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr", "delattr"):
             used |= {str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant) and not _is_own(node.args[0])}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             used |= {word for module in modules if module != "_thread" for word in module.split(".")}  # it is documented
-    return {name for name in used if re.match(r"_(?!_|rankwise_)", name)} - defined(tree) - OF_OTHERS
+    return {name for name in used if re.match(r"_(?!_|rankwise_)", name)} - defined(nodes) - OF_OTHERS
 
 
 def _is_own(owner: ast.expr) -> bool:
@@ -277,10 +271,10 @@ def _is_own(owner: ast.expr) -> bool:
     return isinstance(called, ast.Name) and called.id in ("self", "cls", "super")
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: list[ast.AST]) -> set[str]:
     """Functions, classes, names and attributes of `self`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
@@ -306,7 +300,7 @@ def test_a_private_name_elsewhere_is_found(line: str, tmp_path: Path) -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    names = [n.name.lstrip("_") for path in FILES for n in ast.walk(parsed(path)) if isinstance(n, ast.ClassDef)]
+    names = [n.name.lstrip("_") for path in FILES for n in nodes_in(path) if isinstance(n, ast.ClassDef)]
     assert [name for name, times in Counter(names).items() if times > 1] == []
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from sources import FILES, SOURCE, nodes_in, nodes_of
+
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "rankwise"
 PAGES = [ROOT / "docs" / name for name in ("messages.md", "messages_launching.md", "messages_training.md")]
 
 PRINTED = {"say", "warn", "warning_once", "echo", "fail"}
@@ -76,10 +77,10 @@ def variants(node: ast.expr, names: Names) -> list[list[str]]:
     return [[]]
 
 
-def assigned(body: ast.AST) -> Names:
+def assigned(nodes: Iterable[ast.AST]) -> Names:
     """The expressions that are assigned to each local name."""
     found: Names = {}
-    for node in ast.walk(body):
+    for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.NamedExpr(target=ast.Name(id=name), value=value):
                 found.setdefault(name, []).append(value)
@@ -90,29 +91,30 @@ def called(node: ast.Call) -> str:
     return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
 
 
-def not_messages(tree: ast.AST) -> set[int]:
+def not_messages(nodes: Iterable[ast.AST]) -> set[int]:
     """The ids of the nodes of docstrings and of help texts, which --help shows."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             found.add(id(node.value))
         elif isinstance(node, ast.keyword) and node.arg in ("help", "epilog"):
-            found |= {id(inner) for inner in ast.walk(node.value)}
+            found |= {id(inner) for inner in nodes_of(node.value)}
         elif isinstance(node, ast.Call) and called(node) == "Option":
-            found |= {id(inner) for inner in ast.walk(node)}
+            found |= {id(inner) for inner in nodes_of(node)}
     return found
 
 
-def texts(tree: ast.AST) -> Iterator[tuple[int, list[str], int]]:
-    """(the line, the parts, the number of words that make them a message)."""
-    apart = not_messages(tree)
-    for body in ast.walk(tree):
+def texts(nodes: list[ast.AST]) -> Iterator[tuple[int, list[str], int]]:
+    """(the line, the parts, the number of words that make them a message) of the nodes of a file."""
+    apart = not_messages(nodes)
+    for body in nodes:
         if isinstance(body, ast.FunctionDef):
-            names = assigned(body)
-            for node in ast.walk(body):
+            within = nodes_of(body)
+            names = assigned(within)
+            for node in within:
                 if isinstance(node, ast.Call) and node.args and called(node) in RAISED | PRINTED:
                     yield from ((node.lineno, pieces, 2) for pieces in variants(node.args[0], names))
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in apart:
             continue
         if isinstance(node, ast.JoinedStr):
@@ -121,9 +123,9 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, list[str], int]]:
             yield from ((node.lineno, pieces, SENTENCE) for pieces in variants(node, {}))
 
 
-def collected(source: str, place: str = "") -> list[Message]:
+def collected(nodes: list[ast.AST], place: str = "") -> list[Message]:
     found: dict[tuple[str, ...], Message] = {}
-    for line, pieces, least in texts(ast.parse(source)):
+    for line, pieces, least in texts(nodes):
         plain = tuple(filter(None, (" ".join(piece.split()) for piece in pieces)))
         words = re.findall(r"(?<![^\s(])[A-Za-z][a-z']+(?=[\s,;:.)?]|$)", "\n".join(plain))
         if len(words) >= least and "\\" not in "".join(plain) and not plain[0].startswith(NOT_READ):  # a regular expression
@@ -133,11 +135,7 @@ def collected(source: str, place: str = "") -> list[Message]:
 
 @functools.cache  # not at import: each worker of the tests would read all of the source
 def all_messages() -> list[Message]:
-    return [
-        message
-        for path in sorted(SOURCE.rglob("*.py"))
-        for message in collected(path.read_text(), str(path.relative_to(SOURCE)))
-    ]
+    return [message for path in FILES for message in collected(nodes_in(path), str(path.relative_to(SOURCE)))]
 
 
 def quoted(page: str) -> set[str]:
@@ -147,23 +145,19 @@ def quoted(page: str) -> set[str]:
     return {span.strip().replace("\\|", "|") for span in spans if span}
 
 
-def is_on(quotes: set[str], message: Message) -> bool:
-    return any(words in piece for piece in message.pieces for words in quotes)
-
-
 IN_TOO_MANY = 12
 """Words that occur in more messages than this do not distinguish them."""
 
 
 def without_a_page() -> list[Message]:
-    messages = all_messages()
+    messages = {message: "\n".join(message.pieces) for message in all_messages()}  # no quote has a line break
     quotes = {
         words
         for page in PAGES
         for words in quoted(page.read_text())
-        if " " in words and sum(is_on({words}, message) for message in messages) <= IN_TOO_MANY
+        if " " in words and sum(words in text for text in messages.values()) <= IN_TOO_MANY
     }
-    return [message for message in messages if not is_on(quotes, message)]
+    return [message for message, text in messages.items() if not any(words in text for words in quotes)]
 
 
 def test_each_message_is_on_a_page_of_messages() -> None:
@@ -172,8 +166,7 @@ def test_each_message_is_on_a_page_of_messages() -> None:
 
 
 def test_the_pages_quote_what_is_printed() -> None:
-    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
-    strings = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    strings = [node for path in FILES for node in nodes_in(path) if isinstance(node, ast.Constant)]
     known = "\n".join(" ".join(node.value.split()) for node in strings if isinstance(node.value, str))
     for page in PAGES:
         words = sorted(words for words in quoted(page.read_text()) if " " in words and "train.py" not in words)
@@ -191,7 +184,7 @@ def f(n):
         raise ConfigError(why)
     return {"hint": "type it again, with another name, please"}, "a key"
 '''
-    assert [message.pieces for message in collected(source)] == [
+    assert [message.pieces for message in collected(nodes_of(ast.parse(source)))] == [
         ("ranks on", ":"),
         ("no GPU for",),
         ("not here",),
