@@ -176,7 +176,8 @@ def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int)
         raise WrongError("the run that nobody kills has not logged each step")
     trainings = [make("1")]
     victims: collections.Counter[str] = collections.Counter()
-    before_first_step = in_saves = done = ended = 0
+    before_first_step = in_saves = done = 0
+    ended: list[Training] = []  # of those that were killed
     gone_s = []
     while done < kills or in_saves < in_save or done == 0 or not ended:
         training = trainings[-1]
@@ -200,16 +201,17 @@ def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int)
         else:
             if not same(training.parameters(), reference.parameters()):
                 raise WrongError("the parameters in the end are not those of the run that was never killed")
-            ended += 1
+            if training.attempts > 1:
+                ended.append(training)
             trainings.append(make(str(len(trainings) + 1)))
         if sys.stderr.isatty():
-            print(f"\r{done} kills, {in_saves} in a save, {ended} trainings ended", end="", file=sys.stderr)
-    attempts = [t.attempts for t in trainings[:ended]]
+            print(f"\r{done} kills, {in_saves} in a save, {len(ended)} trainings ended", end="", file=sys.stderr)
+    attempts = [training.attempts for training in ended]
     return (
         f"{done} kills ({', '.join(f'{name} {n}' for name, n in sorted(victims.items()))}), {in_saves} of them inside a save, "
         f"{before_first_step} before the first step of an attempt\n"
-        f"{ended} trainings of {steps} steps ended, in {min(attempts)} to {max(attempts)} attempts: losses of every step and "
-        "the parameters bit for bit those of the run that was never killed\n"
+        f"{len(ended)} killed trainings of {steps} steps ended, in {min(attempts)} to {max(attempts)} attempts: losses of "
+        "every step and the parameters bit for bit those of the run that was never killed\n"
         f"no torn checkpoint, none lost; nothing left in ps, after {statistics.median(gone_s):.2f} s (median), "
         f"{max(gone_s):.2f} s (longest)"
     )
