@@ -88,6 +88,8 @@ def unbroken(folder: Path, divide: Any, background: bool) -> tuple[list[float], 
     checkpoints = Checkpoints(folder, background=background)
     train(model, optimizer, range(_SAVED), width)
     at_save = values(model, optimizer)
+    with torch.no_grad():
+        model(torch.ones(4, width))  # an evaluation: FSDP leaves whole parameters in the model
     checkpoints.save({"model": model, "optimizer": optimizer}, _SAVED)
     train(model, optimizer, range(_SAVED, _STEPS), width)
     checkpoints.wait()
@@ -125,6 +127,9 @@ def test_a_divided_model_goes_on_bit_for_bit_and_any_number_of_ranks_loads_it(
 def saved_with_the_model_beside_it(folder: Path) -> list[float]:
     model, optimizer, width = made(by_fully_shard, seed=0)
     train(model, optimizer, range(2), width)
+    with torch.no_grad():
+        model(torch.ones(4, width))
+    assert not any(hasattr(p, "full_tensor") for p in model.parameters())  # as after an evaluation
     Checkpoints(folder, background=False).save({"model": model, "optimizer": optimizer}, 2)
     return [value for tensor in model.state_dict().values() for value in whole(tensor).double().reshape(-1).tolist()]
 

@@ -31,8 +31,10 @@ def name_of_divided(part: object) -> str | None:
     if _TENSORS not in sys.modules:
         return None
     if isinstance(part, nn.Module):
+        # fully_shard leaves whole parameters in a module after a forward pass that has no backward pass.
+        sharded = [name and f"{name}." for name, module in part.named_modules() if _is_of_fsdp(module, "FSDPModule")]
         named = itertools.chain(part.named_parameters(), part.named_buffers())
-        return next((name for name, tensor in named if is_divided(tensor)), None)
+        return next((name for name, tensor in named if is_divided(tensor) or name.startswith(tuple(sharded))), None)
     if isinstance(part, Optimizer):
         parameters = ((number, p) for number, group in enumerate(part.param_groups) for p in group["params"])
         return next((f"a parameter of group {number}" for number, p in parameters if is_divided(p)), None)
@@ -42,8 +44,13 @@ def name_of_divided(part: object) -> str | None:
 def is_flattened(model: object) -> bool:
     """Whether it has a module in FullyShardedDataParallel, torch's first FSDP: it hides the tensors, and each rank has other
     elements of them."""
-    kind = getattr(sys.modules.get(_FSDP), "FullyShardedDataParallel", None)
-    return kind is not None and isinstance(model, nn.Module) and any(isinstance(module, kind) for module in model.modules())
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(_is_of_fsdp(module, "FullyShardedDataParallel") for module in modules)
+
+
+def _is_of_fsdp(module: nn.Module, name: str) -> bool:
+    kind = getattr(sys.modules.get(_FSDP), name, None)
+    return kind is not None and isinstance(module, kind)
 
 
 @torch.no_grad()
