@@ -24,7 +24,7 @@ from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument
 from rankwise.sync import SyncStrategy
 from rankwise.telemetry.meters import Total
 from rankwise.telemetry.progress import Progress
-from rankwise.training.model import evaluating
+from rankwise.training.model import check_divided, evaluating
 from rankwise.training.precision import Precision
 from rankwise.training.state import TrainState
 
@@ -157,13 +157,16 @@ class Evaluate:
         looked_at = model if model is not None else own
         if looked_at is None:
             raise ConfigError("evaluate.figures() needs a model: evaluate.figures(model)")
+        if batches is None:
+            batches = loader = self.loader
+            check_divided(looked_at, lambda: loader.fewest)
         strategy = sync if sync is not None else self._sync
         averaged = strategy.averaged(None if own is None else looked_at) if strategy is not None else contextlib.nullcontext()
         with averaged, evaluating(looked_at), self._metrics.of_this_rank():
             number = 0
             totals: dict[str, list[Pair]] = {}
             with torch.no_grad(), self._precision.autocast():
-                for micro_batches in batches if batches is not None else self.loader:
+                for micro_batches in batches:
                     for batch in micro_batches:
                         number += 1
                         for name, pair in self._figures_of(looked_at, batch).items():

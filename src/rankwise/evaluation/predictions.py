@@ -20,7 +20,7 @@ from rankwise.dist.device import with_values
 from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
 from rankwise.host.arguments import FUNCTION, instance, one_of, takes
-from rankwise.training.model import evaluating
+from rankwise.training.model import check_divided, evaluating
 from rankwise.training.precision import Precision
 
 _LOADER = instance(Loader, "a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)")
@@ -61,6 +61,7 @@ def predict(
             "predict() needs one order of all samples, and each rank reads its own stream; give one that all ranks share"
         )
     loader = loader.of_all()
+    check_divided(model, lambda: loader.fewest)
     mine: list[Part] = []
     told: list[Part] = []
 

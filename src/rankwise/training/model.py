@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -111,6 +111,17 @@ def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
         raise ConfigError(
             f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have only {fewest} "
             f"for {comm.world_size()} ranks; give Loader(drop_last=True), or choose another batch size"
+        )
+
+
+def check_divided(model: nn.Module, fewest: Callable[[], int]) -> None:
+    """Each forward pass of a divided model waits for all ranks. Raises ConfigError if the smallest global batch, of `fewest()`
+    samples, has no sample for some of them."""
+    name = name_of_divided(model)
+    if name is not None and fewest() < comm.world_size():
+        raise ConfigError(
+            f"each rank has only a part of the model ({name} is a DTensor), so each needs a sample in every batch, but the "
+            f"last global batch may have only {fewest()} for {comm.world_size()} ranks; change the batch size"
         )
 
 
