@@ -142,6 +142,48 @@ def test_its_file_is_that_of_the_undivided_model(tmp_path: Path) -> None:
     manifests.verify(tmp_path / "checkpoints" / "step-00000002")
 
 
+def partitioned(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+
+
+def train_with_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in steps:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + comm.rank()))
+        optimizer.zero_grad()
+        (wrapped(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def unbroken_with_a_partitioned_optimizer(folder: Path) -> list[float]:
+    model, optimizer = partitioned(plain())
+    train_with_ddp(model, optimizer, range(_SAVED))
+    checkpoints = Checkpoints(folder)
+    checkpoints.save({"model": model, "optimizer": optimizer}, _SAVED)
+    checkpoints.wait()
+    return train_with_ddp(model, optimizer, range(_SAVED, _STEPS))
+
+
+def resumed_with_a_partitioned_optimizer(folder: Path) -> list[float]:
+    model, optimizer = partitioned(plain(seed=comm.rank() + 7))
+    assert Checkpoints(folder).resume({"model": model, "optimizer": optimizer}) == _SAVED
+    return train_with_ddp(model, optimizer, range(_SAVED, _STEPS))
+
+
+def test_a_partitioned_optimizer_goes_on_bit_for_bit_and_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
+    expected, *rest = on_ranks(2, unbroken_with_a_partitioned_optimizer, tmp_path)
+    assert rest == [expected]
+    assert on_ranks(2, resumed_with_a_partitioned_optimizer, tmp_path) == [expected] * 2
+    on_three = on_ranks(3, resumed_with_a_partitioned_optimizer, tmp_path)
+    assert on_three[0] == on_three[1] == on_three[2] != expected  # of other batches
+    state = torch.load(tmp_path / "step-00000002" / "optimizer.pt", weights_only=True)["state"]
+    assert all({"exp_avg", "exp_avg_sq", "step"} <= kept.keys() for kept in state.values())
+    assert len(state) == len([*plain().parameters()])
+
+
 class Holder:
     """A part of the user, which returns what it holds."""
 
@@ -163,6 +205,7 @@ def errors(folder: Path) -> dict[str, str]:
     for name, call in {
         "strategy": lambda: AllReduce().attach(model, optimizer),
         "trainer": lambda: Trainer(model, optimizer, print, [1, 2, 3], global_batch_size=2),
+        "strategy, partitioned": lambda: AllReduce().attach(*partitioned(plain())),
         "strategy, flattened": lambda: AllReduce().attach(flattened, torch.optim.SGD(flattened.parameters())),
         "save, flattened": lambda: Checkpoints(folder).save({"net": flattened}, 1),
         "resume, flattened": lambda: Checkpoints(folder).resume({"net": flattened}),
@@ -184,6 +227,7 @@ def test_what_needs_whole_tensors_says_so_on_all_ranks_before_anything_is_traine
         "model before it was divided, or train it in your own loop without a strategy, as with torchrun"
     )
     assert told["trainer"] == told["strategy"]
+    assert told["strategy, partitioned"].startswith("each rank of a ZeroRedundancyOptimizer has the state of some parameters")
     assert told["strategy, flattened"] == told["strategy"].replace("0.weight is a DTensor", "it is in FullyShardedDataParallel")
     assert told["save, flattened"] == told["resume, flattened"]
     assert told["save, flattened"].endswith("divide the model with torch.distributed.fsdp.fully_shard(model) instead")

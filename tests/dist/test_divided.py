@@ -10,15 +10,15 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from rankwise.dist.divided import divide_of_optimizer, is_divided, is_flattened, name_of_divided, whole
+from rankwise.dist.divided import divide_of_optimizer, how_divided, is_divided, is_flattened, whole
 
 
 def test_without_the_modules_of_torch_nothing_is_divided_and_they_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch.distributed.tensor", "torch.distributed.fsdp"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     model = nn.Linear(2, 2)
-    assert name_of_divided(model) is None
-    assert name_of_divided(torch.optim.SGD(model.parameters())) is None
+    assert how_divided(model) is None
+    assert how_divided(torch.optim.SGD(model.parameters())) is None
     assert not is_flattened(model)
     assert not is_divided(model.weight)
     assert not {"torch.distributed.tensor", "torch.distributed.fsdp"} & sys.modules.keys()
@@ -36,7 +36,7 @@ def found_on_a_rank() -> dict[str, Any]:
     state = {"state": {0: "of another optimizer", 2: {"step": 1, "mean": torch.arange(5.0), "row": torch.ones(3)}, 9: {}}}
     kept = divide_of_optimizer({**state, "param_groups": [{"params": [0, 1]}, {"params": [2]}]}, optimizer)["state"]
     return {
-        "names": [name_of_divided(model), name_of_divided(model[0]), name_of_divided(optimizer), name_of_divided([model])],
+        "how": [how_divided(model), how_divided(model[0]), how_divided(optimizer), how_divided([model])],
         "whole": str(whole(nested, keep=True)),
         "taken part": str(whole(nested, keep=False)),
         "divided": {key: is_divided(value) for key, value in kept[2].items()},
@@ -49,7 +49,7 @@ def test_a_divided_tensor_is_found_put_together_and_divided_again() -> None:
     first, second = on_ranks(2, found_on_a_rank)
     assert (first.pop("here"), second.pop("here")) == ([0.0, 1.0, 2.0], [3.0, 4.0])
     assert first == second == {
-        "names": ["1.mask", None, "a parameter of group 1", None],
+        "how": ["1.mask is a DTensor", None, "a parameter of group 1 is a DTensor", None],
         "whole": "{'a': [tensor([0., 1., 2., 3., 4.]), (1, 'text')], 'b': tensor([1., 1.])}",
         "taken part": "{'a': [None, (1, 'text')], 'b': tensor([1., 1.])}",
         "divided": {"step": False, "mean": True, "row": False},

@@ -1,18 +1,18 @@
 """Parts of a checkpoint whose tensors are divided over the ranks: saved whole, so that any number of ranks can load them.
 
-parts = whole_parts(parts, writes=rank == 0)     # collective: what to save
-load_state = loader_of(part)                     # loads a whole state into such a part
+parts = whole_parts(parts, writers=[0])      # collective: what to save
+load_state = loader_of(part)                 # loads a whole state into such a part
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.dist import divided
+from rankwise.dist import comm, divided
 from rankwise.errors import ConfigError
 from rankwise.training.state import Stateful
 
@@ -39,22 +39,27 @@ def check(name: str, part: object) -> None:
         )
 
 
-def whole_parts(parts: Mapping[str, Stateful], writes: bool, sharded: bool) -> dict[str, Stateful]:
-    """Collective, if a part is divided. The parts, of which the divided ones have whole tensors in host memory if this rank
-    `writes`. Raises ConfigError with `sharded`, which writes shares of tensors that each rank has."""
-    found = {name: tensor for name, part in parts.items() if (tensor := divided.name_of_divided(part)) is not None}
+def whole_parts(parts: Mapping[str, Stateful], writers: Collection[int], sharded: bool) -> dict[str, Stateful]:
+    """Collective, if a part is divided. The parts, of which the divided ones have whole tensors in host memory on the ranks of
+    `writers`. Raises ConfigError with `sharded`, which writes shares of tensors that each rank has."""
+    found = {name: how for name, part in parts.items() if (how := divided.how_divided(part)) is not None}
     if found and sharded:
-        name, tensor = next(iter(found.items()))
+        name, how = next(iter(found.items()))
         raise ConfigError(
-            f"Checkpoints(sharded=True): the part {name!r} is divided over the ranks already ({tensor} is a DTensor), and is "
-            "saved whole, by the main rank; remove sharded=True"
+            f"Checkpoints(sharded=True): the part {name!r} is divided over the ranks already ({how}), and is saved whole, by "
+            "the main rank; remove sharded=True"
         )
-    return {name: _Whole(divided.whole(part.state_dict(), writes)) if name in found else part for name, part in parts.items()}
+    return {name: _whole(part, writers) if name in found else part for name, part in parts.items()}
+
+
+def _whole(part: Stateful, writers: Collection[int]) -> Stateful:
+    state = divided.consolidated(part, writers) if divided.is_partitioned(part) else part.state_dict()
+    return _Whole(divided.whole(state, keep=comm.rank() in writers))
 
 
 def loader_of(part: Stateful) -> Callable[[dict[str, Any]], Any]:
     """What loads a state from a checkpoint. Not collective."""
-    if divided.name_of_divided(part) is None:
+    if divided.how_divided(part) is None or divided.is_partitioned(part):
         return part.load_state_dict
     if isinstance(part, Optimizer):
         return lambda state: part.load_state_dict(divided.divide_of_optimizer(state, part))

@@ -202,7 +202,7 @@ class Checkpoints:
     ) -> tuple[Path, int]:
         """Collective. (the folder, the bytes of the own states of all ranks)."""
         firsts = [ranks[0] for ranks in self._writers()]
-        parts = divided_parts.whole_parts(parts, comm.rank() in firsts, self._sharded)
+        parts = divided_parts.whole_parts(parts, firsts, self._sharded)
         own = own_states.collect(parts)
         with agreed():
             saved = self._times_saved(step) if comm.rank() in firsts else 0

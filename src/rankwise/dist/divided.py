@@ -1,6 +1,7 @@
-"""Models whose tensors are divided over the ranks (torch's DTensor): by `fully_shard`, or by `parallelize_module`.
+"""Models and optimizers whose tensors are divided over the ranks: by `fully_shard` or `parallelize_module` (DTensor), or by
+ZeroRedundancyOptimizer.
 
-name_of_divided(model)                           # "0.weight"; None if each rank has the whole model
+how_divided(model)                               # "0.weight is a DTensor"; None if each rank has the whole model
 state = whole(model.state_dict(), keep=True)     # collective
 divide(state, like=model.state_dict())
 
@@ -11,46 +12,55 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_TENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+from rankwise.dist import comm
+
+_TENSORS, _FSDP, _OPTIM = "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim"
+
+
+def _is_of(value: object, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
 
 
 def is_divided(value: object) -> bool:
     """Whether it is a DTensor."""
-    kind = getattr(sys.modules.get(_TENSORS), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
+    return _is_of(value, _TENSORS, "DTensor")
 
 
-def name_of_divided(part: object) -> str | None:
-    """The first tensor of a model, or the first parameter of an optimizer, that is divided."""
-    if _TENSORS not in sys.modules:
-        return None
-    if isinstance(part, nn.Module):
-        # fully_shard leaves whole parameters in a module after a forward pass that has no backward pass.
-        sharded = [name and f"{name}." for name, module in part.named_modules() if _is_of_fsdp(module, "FSDPModule")]
-        named = itertools.chain(part.named_parameters(), part.named_buffers())
-        return next((name for name, tensor in named if is_divided(tensor) or name.startswith(tuple(sharded))), None)
-    if isinstance(part, Optimizer):
-        parameters = ((number, p) for number, group in enumerate(part.param_groups) for p in group["params"])
-        return next((f"a parameter of group {number}" for number, p in parameters if is_divided(p)), None)
-    return None
+def is_partitioned(optimizer: object) -> bool:
+    """Whether each rank has the state of some of the parameters, which every rank has whole."""
+    return _is_of(optimizer, _OPTIM, "ZeroRedundancyOptimizer")
 
 
 def is_flattened(model: object) -> bool:
     """Whether it has a module in FullyShardedDataParallel, torch's first FSDP: it hides the tensors, and each rank has other
     elements of them."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(_is_of_fsdp(module, "FullyShardedDataParallel") for module in modules)
+    return any(_is_of(module, _FSDP, "FullyShardedDataParallel") for module in modules)
 
 
-def _is_of_fsdp(module: nn.Module, name: str) -> bool:
-    kind = getattr(sys.modules.get(_FSDP), name, None)
-    return kind is not None and isinstance(module, kind)
+def how_divided(part: object) -> str | None:
+    """Of a model or an optimizer, in words; None if each rank has all of it."""
+    if isinstance(part, nn.Module):
+        # fully_shard leaves whole parameters in a module after a forward pass that has no backward pass.
+        sharded = tuple(name and f"{name}." for name, module in part.named_modules() if _is_of(module, _FSDP, "FSDPModule"))
+        for name, tensor in itertools.chain(part.named_parameters(), part.named_buffers()):
+            if is_divided(tensor) or name.startswith(sharded):
+                return f"{name} is a DTensor"
+    elif isinstance(part, Optimizer):
+        if is_partitioned(part):
+            return "it is a ZeroRedundancyOptimizer"
+        for number, group in enumerate(part.param_groups):
+            if any(map(is_divided, group["params"])):
+                return f"a parameter of group {number} is a DTensor"
+    return None
 
 
 @torch.no_grad()
@@ -65,6 +75,16 @@ def whole(state: Any, keep: bool) -> Any:
         return state
     found = state.full_tensor()
     return found.cpu() if keep else None
+
+
+def consolidated(optimizer: Any, writers: Iterable[int]) -> dict[str, Any] | None:
+    """Collective. The whole state of a partitioned optimizer on the ranks of `writers`; None on the others."""
+    found = None
+    for writer in writers:
+        optimizer.consolidate_state_dict(to=writer)
+        if comm.rank() == writer:
+            found = optimizer.state_dict()
+    return found
 
 
 def divide(state: dict[Any, Any], like: Any) -> dict[Any, Any]:

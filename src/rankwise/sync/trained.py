@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from rankwise.dist import log, private_names
+from rankwise.dist.divided import is_partitioned
 from rankwise.errors import ConfigError
 from rankwise.host.text import listed
 from rankwise.training.optimizer import named_parameters, outside
@@ -141,6 +142,12 @@ class Trained:
         ]  # fmt: skip
 
     def _refuse(self) -> None:
+        if is_partitioned(self.optimizer):
+            raise ConfigError(
+                "each rank of a ZeroRedundancyOptimizer has the state of some parameters, but here each rank updates all of "
+                "them; give the optimizer itself, such as torch.optim.Adam(model.parameters()), or train in your own loop with "
+                "DDP, as with torchrun"
+            )
         names = self.named()
         for name, p in names.items():
             if isinstance(p, nn.parameter.UninitializedParameter):

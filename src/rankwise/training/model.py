@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.dist import comm, log, private_names, seed
-from rankwise.dist.divided import is_flattened, name_of_divided
+from rankwise.dist.divided import how_divided, is_flattened
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -31,11 +31,10 @@ def check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
             "inside (model.module)"
         )
-    name = name_of_divided(model)
-    if name is not None or is_flattened(model):
-        what = f"{name} is a DTensor" if name is not None else "it is in FullyShardedDataParallel"
+    how = "it is in FullyShardedDataParallel" if is_flattened(model) else how_divided(model)
+    if how is not None:
         raise ConfigError(
-            f"each rank has only a part of the model ({what}), but here each rank trains a whole copy; give the model before "
+            f"each rank has only a part of the model ({how}), but here each rank trains a whole copy; give the model before "
             "it was divided, or train it in your own loop without a strategy, as with torchrun"
         )
 
@@ -117,10 +116,10 @@ def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
 def check_divided(model: nn.Module, fewest: Callable[[], int]) -> None:
     """Each forward pass of a divided model waits for all ranks. Raises ConfigError if the smallest global batch, of `fewest()`
     samples, has no sample for some of them."""
-    name = name_of_divided(model)
-    if name is not None and fewest() < comm.world_size():
+    how = how_divided(model)
+    if how is not None and fewest() < comm.world_size():
         raise ConfigError(
-            f"each rank has only a part of the model ({name} is a DTensor), so each needs a sample in every batch, but the "
+            f"each rank has only a part of the model ({how}), so each needs a sample in every batch, but the "
             f"last global batch may have only {fewest()} for {comm.world_size()} ranks; change the batch size"
         )
 
