@@ -31,6 +31,17 @@ for epoch in range(9):
 SAMPLED = DDP.replace("loader = DataLoader(data,", "sampler = DistributedSampler(data)\nloader = DataLoader(data,")
 
 
+_OF_DDP = "model = DDP(torch.nn.Linear(2, 2).to(local_rank), device_ids=[local_rank])"
+FSDP = DDP.replace("nn.parallel import DistributedDataParallel as DDP", "distributed.fsdp import fully_shard").replace(
+    _OF_DDP,
+    "model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh('cuda', (world_size,)), reshard_after_forward=False)",
+)
+OLDER_FSDP = FSDP.replace("import fully_shard", "import FullyShardedDataParallel as FSDP, ShardingStrategy").replace(
+    "fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh('cuda', (world_size,)), reshard_after_forward=False)",
+    "FSDP(torch.nn.Linear(2, 2), sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=local_rank)",
+)
+
+
 def found(source: str) -> list[str]:
     return pitfalls_of_ddp(ast.parse(source))
 
@@ -45,6 +56,8 @@ WITHOUT = (
     ("source", "instead"),
     [
         (DDP, " instead of shuffle"),
+        (FSDP, " instead of shuffle"),
+        (OLDER_FSDP, " instead of shuffle"),
         (DDP.replace("Parallel as DDP", "Parallel").replace("DDP(", "DistributedDataParallel("), " instead of shuffle"),
         (DDP.replace("= DDP(", "= torch.nn.parallel.DistributedDataParallel("), " instead of shuffle"),
         (DDP.replace("= DataLoader(", "= torch.utils.data.DataLoader("), " instead of shuffle"),
@@ -104,6 +117,13 @@ def test_a_training_loader_without_a_sampler_is_named_with_its_line(source: str,
 def test_a_script_that_may_divide_its_data_gets_no_warning(before: str, after: str) -> None:
     assert before in DDP
     assert found(DDP.replace(before, after)) == []
+
+
+@pytest.mark.parametrize("source", [FSDP, OLDER_FSDP])
+def test_neither_does_a_divided_model_whose_ranks_may_need_the_same_samples_or_divide_their_data(source: str) -> None:
+    assert found(source.replace("loader = DataLoader(", "parallelize_module(model, mesh, plan)\nloader = DataLoader(")) == []
+    assert found(source.replace("DataLoader(data,", "DataLoader(data.shard(8, 1),")) == []
+    assert found(source.replace("shuffle=True", "sampler=mine")) == []
 
 
 UNSET = (

@@ -1,4 +1,4 @@
-"""Reads the text of a script with DDP: whether all ranks would train on the same samples, or in the same order in every epoch.
+"""Reads the text of a script with DDP or FSDP: whether all ranks would train on the same samples, or each epoch in one order.
 
 pitfalls_of_ddp(ast.parse(source))      # ["line 12 creates a DataLoader without a sampler, so every rank ..."]
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 import ast
 import re
 
-_WRAPPERS = {"DDP", "DistributedDataParallel"}
+_WRAPPERS = {"DDP", "DistributedDataParallel", "FSDP", "FullyShardedDataParallel", "fully_shard"}
+_DIVIDES_LAYERS = {"parallelize_module", "context_parallel", "PipelineStage"}
+"""With these, some ranks need the same samples."""
+
 _DIVIDERS = re.compile(
-    r"(?!(random|weightedrandom|subsetrandom|sequential)sampler$).*sampler.*|.*shard.*|split_dataset_by_node|.*iterabledataset"
+    r"(?!(random|weightedrandom|subsetrandom|sequential)sampler$).*sampler.*"
+    r"|(?!fully?_?shard|_?hybrid_shard|shard_grad_op|reshard|shard(ed|ing)_?(grad|optim|state|strategy)).*shard.*|split_dataset_by_node|.*iterabledataset"
     r"|.*streamingdataset|.*webdataset|wds|resampled|prepare|setup_dataloaders",
     re.IGNORECASE,
 )
@@ -26,7 +30,7 @@ _DEVICES = re.compile(r".*(device|gpu).*", re.IGNORECASE)
 
 _PASSED_TO = re.compile(
     r"init.*|setup.*|cleanup.*|main|run|train.*|demo.*|worker|spawn|print|str|int|format|info|get|getenv|set_device|device|to|cuda"
-    r"|DDP|DistributedDataParallel"
+    r"|DDP|DistributedDataParallel|FSDP|FullyShardedDataParallel|fully_shard"
 )
 """Functions that may get a rank and divide no data."""
 
@@ -38,7 +42,7 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
     wrong warning."""
     calls = [(call, _name(call.func)) for call in ast.walk(tree) if isinstance(call, ast.Call)]
     called = {name for _, name in calls}
-    if called.isdisjoint(_WRAPPERS):
+    if called.isdisjoint(_WRAPPERS) or not called.isdisjoint(_DIVIDES_LAYERS):
         return []
     evaluating = _for_evaluation(tree)
     if "DistributedSampler" in called:
