@@ -605,6 +605,9 @@ def test_a_micro_batch_stays_as_small_as_it_was_in_the_second_resume_on_fewer_ra
     changed = Loader(Items(64), global_batch_size=16, accumulate=4).at(world(0, 4))
     changed.load_state_dict(Loader(Items(64), global_batch_size=16).at(world(0, 2)).state_dict())
     assert changed.accumulate == 4  # and on another number of ranks
+    fewer = Loader(Items(64), global_batch_size=16, accumulate=1).at(world(0, 1))
+    fewer.load_state_dict(Loader(Items(64), global_batch_size=16, accumulate=2).at(world(0, 2)).state_dict())
+    assert fewer.accumulate == 4  # a script that computes it from the ranks does not ask for a larger micro-batch
 
 
 def test_a_micro_batch_is_as_large_as_before_when_the_ranks_are_as_many_as_before() -> None:

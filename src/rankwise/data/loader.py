@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, Lengt
 from rankwise.data.fetch import Fetch, Fetcher
 from rankwise.data.habits import NoDataLoader, warn_of_end, warn_of_look
 from rankwise.data.kinds import check_sizes, hinted_length, length, promises, teller_of, traits_of_split
-from rankwise.data.order import SHUFFLE, Blocks, Indices, in_blocks_of, order_of, share
+from rankwise.data.order import SHUFFLE, Blocks, Indices, accumulation, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.prefetch import Kept, Workers, fetched
 from rankwise.data.stream import Request, Step, Stream
@@ -493,8 +492,5 @@ class Loader(NoDataLoader):
         if self._uneven is not None:
             check_position(state, self._world.world_size)
         self._steps = state.get("steps", 0)
-        if state.get("given accumulate", self._given_accumulate) == self._given_accumulate:
-            # A micro-batch must not become larger than it was, because that size fitted into memory.
-            self._fewest = state.get("fewest micro-batches", state["ranks"] * state["accumulate"])
-            self.accumulate = math.ceil(self._fewest / self._world.world_size)
+        self._fewest, self.accumulate = accumulation(state, self._given_accumulate, self._world.world_size)
         self.epoch, self.position = state["epoch"], state["position"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, overload
@@ -196,6 +197,18 @@ def split(indices: Positions, parts: int) -> list[Positions]:
         return [indices] if n else []
     runs = (indices[n * k // parts : n * (k + 1) // parts] for k in range(parts))
     return [run for run in runs if len(run)]
+
+
+def accumulation(state: Mapping[str, Any], given: int, ranks: int) -> tuple[int, int]:
+    """How a run continues from the state of a Loader, if its script gives `accumulate`: (the fewest micro-batches that a step
+    had on all ranks, in any attempt; the micro-batches of each rank). A micro-batch does not become larger than it has been,
+    because that size fitted into memory. A value that the user has changed is used, on another number of ranks only if it makes
+    them smaller: there a script may have computed it from the ranks."""
+    fewest = state.get("fewest micro-batches", state["ranks"] * state["accumulate"])
+    needed = math.ceil(fewest / ranks)
+    if state.get("given accumulate", given) != given and (state["ranks"] == ranks or given > needed):
+        return given * ranks, given
+    return fewest, needed
 
 
 @lru_cache(maxsize=_CACHED)
