@@ -1,15 +1,14 @@
 """Parts of a checkpoint whose tensors are divided over the ranks: saved whole, so that any number of ranks can load them.
 
 parts = whole_parts(parts, writers=[0])      # collective: what to save
-load_state = loader_of(part)                 # loads a whole state into such a part
+load(part, state)                            # a whole state into such a part
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.dist import comm, divided
@@ -18,16 +17,13 @@ from rankwise.training.state import Stateful
 
 
 class _Whole:
-    """The state of a part, as it is to be saved."""
+    """A part that can only be saved: its state, in one piece."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError  # it is only saved
 
 
 def check(name: str, part: object) -> None:
@@ -39,7 +35,7 @@ def check(name: str, part: object) -> None:
         )
 
 
-def whole_parts(parts: Mapping[str, Stateful], writers: Collection[int], sharded: bool) -> dict[str, Stateful]:
+def whole_parts(parts: Mapping[str, Stateful], writers: Collection[int], sharded: bool) -> dict[str, Any]:
     """Collective, if a part is divided. The parts, of which the divided ones have whole tensors in host memory on the ranks of
     `writers`. Raises ConfigError with `sharded`, which writes shares of tensors that each rank has."""
     found = {name: how for name, part in parts.items() if (how := divided.how_divided(part)) is not None}
@@ -52,16 +48,16 @@ def whole_parts(parts: Mapping[str, Stateful], writers: Collection[int], sharded
     return {name: _whole(part, writers) if name in found else part for name, part in parts.items()}
 
 
-def _whole(part: Stateful, writers: Collection[int]) -> Stateful:
+def _whole(part: Stateful, writers: Collection[int]) -> _Whole:
     state = divided.consolidated(part, writers) if divided.is_partitioned(part) else part.state_dict()
     return _Whole(divided.whole(state, keep=comm.rank() in writers))
 
 
-def loader_of(part: Stateful) -> Callable[[dict[str, Any]], Any]:
-    """What loads a state from a checkpoint. Not collective."""
-    if divided.how_divided(part) is None or divided.is_partitioned(part):
-        return part.load_state_dict
-    if isinstance(part, Optimizer):
-        return lambda state: part.load_state_dict(divided.divide_of_optimizer(state, part))
-    assert isinstance(part, nn.Module)
-    return lambda state: part.load_state_dict(divided.divide(state, part.state_dict()))
+def load(part: Stateful, state: dict[str, Any]) -> None:
+    """Load the state of a checkpoint, as the part's own load_state_dict does. Not collective."""
+    if divided.how_divided(part) is not None and not divided.is_partitioned(part):
+        if isinstance(part, Optimizer):
+            state = divided.divide_of_optimizer(state, part)
+        else:
+            state = divided.divide(state, part.state_dict())
+    part.load_state_dict(state)

@@ -177,7 +177,7 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
         )
     state = _read(folder, manifest, name, part, verify)
     try:
-        divided_parts.loader_of(part)(state)
+        divided_parts.load(part, state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.dist import comm
+from rankwise.dist.device import each_tensor
 
 _TENSORS, _FSDP, _OPTIM = "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim"
 
@@ -67,14 +68,14 @@ def how_divided(part: object) -> str | None:
 def whole(state: Any, keep: bool) -> Any:
     """Collective, if the state has divided tensors. The state with these tensors in one piece, in host memory. Without `keep`,
     this rank only takes part: it gets None for them, and needs no memory for more than one at a time."""
-    if isinstance(state, dict):
-        return {key: whole(value, keep) for key, value in state.items()}
-    if isinstance(state, list | tuple) and not hasattr(state, "_fields"):
-        return type(state)(whole(value, keep) for value in state)
-    if not is_divided(state):
-        return state
-    found = state.full_tensor()
-    return found.cpu() if keep else None
+
+    def joined(tensor: Any) -> Any:
+        if not is_divided(tensor):
+            return tensor
+        found = tensor.full_tensor()
+        return found.cpu() if keep else None
+
+    return each_tensor(state, joined)
 
 
 def consolidated(optimizer: Any, writers: Iterable[int]) -> dict[str, Any] | None:

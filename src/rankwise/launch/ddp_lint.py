@@ -14,8 +14,8 @@ _DIVIDES_LAYERS = {"parallelize_module", "context_parallel", "PipelineStage"}
 
 _DIVIDERS = re.compile(
     r"(?!(random|weightedrandom|subsetrandom|sequential)sampler$).*sampler.*"
-    r"|(?!fully?_?shard|_?hybrid_shard|shard_grad_op|reshard|shard(ed|ing)_?(grad|optim|state|strategy)).*shard.*|split_dataset_by_node|.*iterabledataset"
-    r"|.*streamingdataset|.*webdataset|wds|resampled|prepare|setup_dataloaders",
+    r"|(?!fully?_?shard|_?hybrid_shard|shard_grad_op|reshard|shard(ed|ing)_?(grad|optim|state|strategy)).*shard.*"
+    r"|split_dataset_by_node|.*iterabledataset|.*streamingdataset|.*webdataset|wds|resampled|prepare|setup_dataloaders",
     re.IGNORECASE,
 )
 _NUMBER_OF_RANKS = re.compile(r".*(world_?size|num_?(replicas|ranks)|n_?ranks).*", re.IGNORECASE)
