@@ -10,6 +10,7 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,7 @@ def test_a_full_disk_is_reported_in_a_unit_that_fits_the_state(tmp_path: Path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9000, 9000, 0))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(CheckpointError, match=r": it needs \d[\d.]* kB, and 0 B are free$"):
         Checkpoints(tmp_path, background=False).save({"model": nn.Linear(2, 2)}, 1)
 
@@ -190,7 +191,7 @@ def test_a_disk_with_no_room_for_the_next_save_is_a_warning_while_the_user_is_st
     model = nn.Linear(100, 100)  # a checkpoint of about 60 kB
 
     def say_after(free: int, keep_last: int, saves: int) -> list[str]:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))  # type: ignore[attr-defined]
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         checkpoints = Checkpoints(tmp_path / f"{free}-{keep_last}", keep_last=keep_last, background=background)
         for step in range(1, saves + 1):
             checkpoints.save({"model": model}, step)

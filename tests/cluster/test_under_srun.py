@@ -29,8 +29,8 @@ def test_rank_0_on_the_second_host_announces_that_hosts_address(slurm: Start, sc
 
 
 def test_the_store_of_tasks_that_meet_by_a_file_listens_at_the_address_by_which_they_come(slurm: Start) -> None:
-    done = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, write(LISTENS))
-    assert sorted(done.stdout.splitlines()) == ["0 10.88.0.1", "1"], done.stderr
+    done = slurm("srun", "-N2", "--ntasks-per-node=2", PYTHON, write(LISTENS))
+    assert sorted(done.stdout.splitlines()) == ["0 10.88.0.1", "1", "2", "3"], done.stderr
 
 
 def test_steps_at_once_in_one_folder_do_not_meet_each_other(slurm: Start, script: str) -> None:
