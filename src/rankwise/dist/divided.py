@@ -49,6 +49,8 @@ def is_flattened(model: object) -> bool:
 
 def how_divided(part: object) -> str | None:
     """Of a model or an optimizer, in words; None if each rank has all of it."""
+    if is_flattened(part):
+        return "it is in FullyShardedDataParallel"
     if isinstance(part, nn.Module):
         # fully_shard leaves whole parameters in a module after a forward pass that has no backward pass.
         sharded = tuple(name and f"{name}." for name, module in part.named_modules() if _is_of(module, _FSDP, "FSDPModule"))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.dist import comm, log, private_names, seed
-from rankwise.dist.divided import how_divided, is_flattened
+from rankwise.dist.divided import how_divided
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -31,8 +31,7 @@ def check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
             "inside (model.module)"
         )
-    how = "it is in FullyShardedDataParallel" if is_flattened(model) else how_divided(model)
-    if how is not None:
+    if (how := how_divided(model)) is not None:
         raise ConfigError(
             f"each rank has only a part of the model ({how}), but here each rank trains a whole copy; give the model before "
             "it was divided, or train it in your own loop without a strategy, as with torchrun"
