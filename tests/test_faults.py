@@ -253,8 +253,12 @@ def test_a_loader_worker_that_is_killed_is_the_cause_and_not_the_rank_that_lost_
 HANDLER_AT_THE_CALL = """
 import sys
 
+has_left = False  # the script
+
 def raise_as_a_handler_may(frame, event, arg):
-    if event == "call" and frame.f_code.co_name == "leave":
+    global has_left
+    has_left = has_left or event == "return" and frame.f_code.co_name == "run"
+    if has_left and event in ("call", "c_call") and (WHICH or frame.f_code.co_name == "leave"):
         raise RuntimeError("SAID")
 
 sys.setprofile(raise_as_a_handler_may)
@@ -262,6 +266,7 @@ raise ConnectionResetError(104, "Connection reset by peer")
 """
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
@@ -273,12 +278,12 @@ raise ConnectionResetError(104, "Connection reset by peer")
     ],
 )
 def test_a_handler_that_raises_when_a_rank_begins_to_report_its_exception_hides_no_reason(
-    launch, said: str, reason: str
+    launch, said: str, reason: str, first: bool
 ) -> None:
-    run = launch(HANDLER_AT_THE_CALL.replace("SAID", said), options=("--nproc", "1"))
+    run = launch(HANDLER_AT_THE_CALL.replace("SAID", said).replace("WHICH", str(first)), options=("--nproc", "1"))
     assert run.wait() == 1
     assert f"rankwise: rank 0 raised {reason}" in run.output()
-    assert "(script.py:9)" in run.output()
+    assert "(script.py:13)" in run.output()
 
 
 def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_the_flag_that_names_the_shapes(launch) -> None:

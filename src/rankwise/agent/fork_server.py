@@ -353,13 +353,11 @@ def _run(command, spec, distributed):
         chosen = exception_record.print_exception(error, exception_record.as_text(error), brief=False)
         interrupted, status = chosen is None, chosen or 0
     except BaseException as error:
-        if os.getpid() != rank:  # a process that the script has forked: its exception is not the rank's
-            exception_record.print_exception(error, exception_record.as_text(error), brief=False)
-            os._exit(1)
+        # No call is outside this `try`: until leave() holds signals, a handler of the script may raise in each.
         try:
-            status = exception_record.leave(error, spec)
-        except BaseException as later:  # from a signal handler of the script, which may run before leave() holds signals
-            status = exception_record.leave(exception_record.reason(error, later), spec)
+            status = _report(error, spec, rank)
+        except BaseException as later:
+            status = _report(exception_record.reason(error, later), spec, rank)
     if distributed.has_met_others():
         _set_mark(*spec["group_mark"])
     if not private_names.end_python():
@@ -369,6 +367,14 @@ def _run(command, spec, distributed):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(status or output_lost)
+
+
+def _report(error, spec, rank):
+    """Returns the status to exit with. In a process that the script has forked, the exception is not the rank's."""
+    if os.getpid() != rank:
+        exception_record.print_exception(error, exception_record.as_text(error), brief=False)
+        os._exit(1)
+    return exception_record.leave(error, spec)
 
 
 def _leave_the_end_to_python(status, interrupted):
