@@ -48,7 +48,7 @@ def ours(ranks, **settings):
 
 def plan_of(loader):
     batching, world = loader._batching, loader._world
-    return [lists[0] if lists else [] for _, lists in batching.plan(0, 0, world.rank, world.world_size, 1)]
+    return [lists[0] if lists else [] for _, _, lists in batching.plan(0, 0, world.rank, world.world_size, 1)]
 
 
 def speechbrain(lengths, tokens, ranks, buckets):

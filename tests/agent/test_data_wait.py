@@ -118,7 +118,7 @@ def test_streams_and_loaders_that_are_used_again_are_counted(row: Row) -> None:
 def test_the_waits_of_our_loader_are_counted_once_with_the_start_of_its_workers(
     row: Row, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    monkeypatch.setattr("rankwise.data.waits.row_for_waits", lambda world: row)
     loader = Loader(Slow(8), global_batch_size=2, max_epochs=1, num_workers=workers)
     elapsed_s = 0.0
     batches = iter(loader)
@@ -132,13 +132,13 @@ def test_the_waits_of_our_loader_are_counted_once_with_the_start_of_its_workers(
 
 
 def test_a_loader_inside_the_dataset_of_our_loader_is_not_counted_twice(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    monkeypatch.setattr("rankwise.data.waits.row_for_waits", lambda world: row)
     elapsed_s = seconds_of(lambda: list(Loader(OfLoader(), global_batch_size=1, max_epochs=1)))
     assert 6 * SLEEP_S <= row.data_wait_s <= elapsed_s
 
 
 def test_while_the_gpu_has_work_a_wait_for_our_loader_costs_nothing(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.data.loader.row_for_waits", lambda world: row)
+    monkeypatch.setattr("rankwise.data.waits.row_for_waits", lambda world: row)
     gpu = SimpleNamespace(is_initialized=lambda: True, current_stream=lambda: SimpleNamespace(query=lambda: False))
     monkeypatch.setitem(sys.modules, "torch.cuda", gpu)
     batches = iter(Loader(Slow(4), global_batch_size=1, max_epochs=1, num_workers=1))

@@ -1,7 +1,7 @@
 """Which samples make a global batch: a fixed number, as many as fit into a number of tokens, or those of a batch sampler.
 
     batching = ByTokens(Order(10_000, seed=0), lengths, tokens=50_000)
-    for stop, micro_batches in batching.plan(epoch=0, start=0, rank=1, world_size=4, accumulate=2): ...
+    for stop, is_last, micro_batches in batching.plan(epoch=0, start=0, rank=1, world_size=4, accumulate=2): ...
 
 The global batches are the same on any number of ranks. A position is the number of samples taken. Every batching can resume
 wherever a global batch ends.
@@ -24,11 +24,14 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, shown, takes
 
 Lengths = npt.NDArray[np.float64]
+Planned = tuple[int, bool, list[Indices]]
+"""(The position after a global batch, whether the epoch ends with it, the samples of each micro-batch of a rank.)"""
+
 _LENGTHS = Argument(
     lambda v: callable(v) or (hasattr(v, "__len__") and not isinstance(v, str)), "one number per sample, or a function"
 )
 
-_PLANNED = 1 << 14  # positions whose samples are looked up at once
+_PLANNED, _STEPS = 1 << 14, 512  # positions whose samples are looked up at once; their steps, at most
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
 _ESTIMATED = 1024  # samples from which the mean length is estimated
 _EXACT = 1e-3  # precision of the search for the smallest maximum cost of a part
@@ -44,12 +47,9 @@ class Batching(Protocol):
     size: int
     """Samples of a global batch; the approximate number if they differ."""
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
-        """For each global batch from position `start` on: (the position after it, the samples of each micro-batch of rank
-        `rank`). All ranks have about the same cost. Micro-batches without a sample are skipped."""
-
-    def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        """Whether the epoch ends at position `stop`."""
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
+        """The global batches from position `start` on, for rank `rank`. All ranks have about the same cost. Micro-batches
+        without a sample are skipped."""
 
     def steps_per_epoch(self) -> int | None:
         """None if it is unknown, or not the same in each epoch."""
@@ -80,22 +80,22 @@ class ByCount:
         self.size = size
         self._drop_last = drop_last
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
         size, end = self.size, self._end(start)
-        planned = max(_PLANNED // size, 1) * size  # to plan many steps at once takes as long as one
+        # To look up many samples takes as long as one; and to plan a single step takes several times as long as one of many,
+        # because the training before it has filled the caches of the processor.
+        planned = max(min(_PLANNED // size, _STEPS), 1) * size
         for first in range(start, end, planned):
             indices = self._order.indices(epoch, first, min(first + planned, end))
-            for begin in range(0, len(indices), size):
-                some = indices[begin : begin + size]
-                yield first + begin + len(some), even_share(some, rank, world_size, accumulate)
+            begins = range(0, len(indices), size)
+            shares = [even_share(indices[begin : begin + size], rank, world_size, accumulate) for begin in begins]
+            stops = [min(first + begin + size, end) for begin in begins]
+            yield from [(stop, stop == end, share) for stop, share in zip(stops, shares, strict=True)]
 
     def _end(self, start: int) -> int:
         """The end of the last global batch, if the first starts at `start`."""
         samples = self._order.samples
         return samples - (samples - start) % self.size if self._drop_last else samples
-
-    def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        return stop >= self._order.samples or (self._drop_last and stop + self.size > self._order.samples)
 
     def steps_per_epoch(self) -> int:
         return steps_of(self._order.samples, self.size, self._drop_last)
@@ -139,9 +139,10 @@ class ByTokens:
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
+        end = self._order.samples
         for stop, samples in self._steps(epoch, start):
-            yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
+            yield stop, stop == end, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
 
     def _steps(self, epoch: int, start: int) -> Iterator[tuple[int, Indices]]:
         for number in range(start // self.pool, -(-self._order.samples // self.pool)):
@@ -161,9 +162,6 @@ class ByTokens:
             keys = np.random.SeedSequence([order.seed, epoch, number, 1])
             batches = [batches[k] for k in np.random.default_rng(keys).permutation(len(batches))]
         return batches
-
-    def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        return stop >= self._order.samples
 
     def steps_per_epoch(self) -> None:
         return None
@@ -212,7 +210,6 @@ class BySampler:
         self._lengths = lengths
         self._epoch = -1
         self._batches: list[Indices] = []
-        self._end = 0  # the position at which the epoch of `_batches` ends: each step asks for it
         self._passes_on = self._keys_own = True
         """Whether `set_epoch` is also called for the sampler inside; whether the generators of both are keyed. Runs of earlier
         versions keep their order."""
@@ -221,13 +218,15 @@ class BySampler:
 
         self.size = max(map(len, self._of(0)))
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
         others = f" of {type(self._sampler).__name__}: its batches have changed since the checkpoint was made"
-        for stop, (samples,) in going_on([[some] for some in self._of(epoch)], 0, epoch, start, others):
+        batches = self._of(epoch)
+        end = sum(map(len, batches))
+        for stop, (samples,) in going_on([[some] for some in batches], 0, epoch, start, others):
             if self._lengths is None:
-                yield stop, even_share(samples, rank, world_size, accumulate)
+                yield stop, stop == end, even_share(samples, rank, world_size, accumulate)
             else:
-                yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
+                yield stop, stop == end, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
 
     def _of(self, epoch: int) -> list[Indices]:
         if self._epoch == epoch:
@@ -247,7 +246,7 @@ class BySampler:
         self._batches = [batch for batch in self._batches if len(batch)]
         if not self._batches:
             raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
-        self._epoch, self._end = epoch, sum(map(len, self._batches))
+        self._epoch = epoch
         return self._batches
 
     def _listed(self) -> Iterator[Indices]:
@@ -260,10 +259,6 @@ class BySampler:
                     f"the batch sampler ({type(self._sampler).__name__}) has not ended after {listed} samples, and the batches "
                     "of an epoch are listed before its first step; give one that ends"
                 )
-
-    def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        self._of(epoch)
-        return stop >= self._end
 
     def steps_per_epoch(self) -> None:
         return None

@@ -13,6 +13,8 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,14 +29,14 @@ from rankwise.data.kinds import check_sizes, hinted_length, length, promises, te
 from rankwise.data.order import SHUFFLE, Blocks, Indices, accumulation, in_blocks_of, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.prefetch import Kept, Workers, fetched
-from rankwise.data.stream import Request, Step, Stream
+from rankwise.data.stream import Ready, Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, check_no_stream, check_position, in_step
-from rankwise.data.waits import Waits
+from rankwise.data.waits import ToldWaits
 from rankwise.dist import comm, log, private_names
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import DEVICE, local_device, to_device
 from rankwise.dist.left_out import is_used
-from rankwise.dist.world import World, row_for_waits
+from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, one_of, takes
 
@@ -332,25 +334,26 @@ class Loader(NoDataLoader):
         if self.finished and self.taken:
             warn_of_end(self.max_epochs)
         _ = self._given_size  # raises DataError if drop_last drops everything: an epoch without a step would never end
-        waits = Waits(row_for_waits(self._world))
+        told, moves = ToldWaits.of(self._world), self._device.type != "cpu"
         while not self.finished:
-            waits.begin()
-            for step in self._left_of_epoch():
-                micro_batches = step.micro_batches
-                if self._device.type != "cpu":
+            began, epoch = told.begin() if told else perf_counter(), self.epoch
+            for stop, is_last, micro_batches, indices in self._left_of_epoch():
+                if moves:
                     micro_batches = [to_device(batch, self._device) for batch in micro_batches]
-                self.taken += step.stop - self.position
-                self.position = step.stop
+                self.taken += stop - self.position
+                self.position = stop
                 self._steps += 1
-                self._indices = step.indices
-                if step.last:
+                self._indices = indices
+                if is_last:
                     self._end_epoch()
-                self.wait_s += waits.end(len(micro_batches))
-                here, ready = (self.epoch, self.position), [micro_batches]
-                del step, micro_batches  # so that the memory of batches is free as soon as the loop drops them
+                self.wait_s += perf_counter() - began
+                if told:
+                    told.end(len(micro_batches))
+                ready = [micro_batches]
+                del micro_batches  # so that the memory of batches is free as soon as the loop drops them
                 yield ready.pop()
-                waits.begin()
-                if self.position == 0 or (self.epoch, self.position) != here:  # a state was loaded, or there is another loop
+                began = told.begin() if told else perf_counter()
+                if is_last or self.position != stop or self.epoch != epoch:  # a state was loaded, or there is another loop
                     break
             else:  # the state is from a run in which the last batch was not dropped: nothing is left
                 self._end_epoch()
@@ -358,23 +361,24 @@ class Loader(NoDataLoader):
     def _end_epoch(self) -> None:
         self.epoch, self.position, self._steps = self.epoch + 1, 0, 0
 
-    def _left_of_epoch(self) -> Iterator[Step]:
+    def _left_of_epoch(self) -> Iterator[Ready]:
         if self._batching is not None:
             return self._ordered(self._batching)
-        return self._streamed() if self._uneven is None else self._in_step(self._uneven)
+        steps = self._streamed() if self._uneven is None else self._in_step(self._uneven)
+        return (step[:4] for step in steps)
 
-    def _ordered(self, batching: Batching) -> Iterator[Step]:
+    def _ordered(self, batching: Batching) -> Iterator[Ready]:
         """The remaining steps of this epoch of a map-style dataset."""
         epoch, world = self.epoch, self._world
         plan, ahead = itertools.tee(batching.plan(epoch, self.position, world.rank, world.world_size, self.accumulate))
-        requests: Iterator[Any] = ((epoch, indices) for _, lists in ahead for indices in lists)
+        requests: Iterator[Any] = zip(itertools.repeat(epoch), itertools.chain.from_iterable(map(itemgetter(2), ahead)))
         assert self._order is not None
         far = how_far(self._order, batching.size // (world.world_size * self.accumulate), world.world_size)
         if (tell := teller_of(self._dataset, far.rows)) is not None:
             requests = announced(requests, tell, far)
         batches = self._fetched(requests, self._fetch)
-        for stop, lists in plan:
-            yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
+        for stop, is_last, lists in plan:
+            yield stop, is_last, list(itertools.islice(batches, len(lists))), lists
 
     def _streamed(self) -> Iterator[Step]:
         """The remaining steps of this epoch of a stream. Each request to a worker is a step."""

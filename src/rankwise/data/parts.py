@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankwise.data.batching import ByCount, ByTokens, LengthBatches, balanced_share, fitting_runs, going_on
+from rankwise.data.batching import ByCount, ByTokens, LengthBatches, Planned, balanced_share, fitting_runs, going_on
 from rankwise.data.order import Indices, Order, split
 from rankwise.dist import seed as seeds
 from rankwise.errors import ConfigError
@@ -138,7 +138,7 @@ class ByCountOfParts(ByCount):
         super().__init__(order, size, drop_last)
         self._cuts = Cuts()
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
         self._cuts = self._cuts.before(epoch, start)
         division = self._cuts.division(self._order)
         if division is None or division.ranks != world_size:
@@ -152,7 +152,8 @@ class ByCountOfParts(ByCount):
             mine = division.indices(epoch, rank, had, division.count(rank, stop))
             for begin in range(first, stop, size):
                 after = min(begin + size, stop)
-                yield after, split(mine[division.count(rank, begin) - had : division.count(rank, after) - had], accumulate)
+                share = mine[division.count(rank, begin) - had : division.count(rank, after) - had]
+                yield after, after == end, split(share, accumulate)
 
     def state(self) -> dict[str, Any]:
         return super().state() | self._cuts.state()
@@ -174,7 +175,7 @@ class ByTokensOfParts(ByTokens):
         super().__init__(*args)
         self._cuts = Cuts()
 
-    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[Planned]:
         self._cuts = self._cuts.before(epoch, start)
         division, total = self._cuts.division(self._order), self._order.samples
         if division is not None and division.ranks != world_size:
@@ -182,14 +183,14 @@ class ByTokensOfParts(ByTokens):
             boundary = min(division.position + pools * self.pool, total)
             for stop, of_ranks in self._steps_of(division, epoch, start, boundary):
                 samples = np.concatenate(of_ranks)
-                yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
+                yield stop, stop == total, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
             start = boundary
         if division is None or division.ranks != world_size:
             self._cuts = self._cuts.more(start, world_size)
             division = Division(self._order, world_size, start, division)
         for stop, of_ranks in self._steps_of(division, epoch, start, total):
             mine = of_ranks[rank]
-            yield stop, balanced_share(mine, self._lengths.of(mine), 0, 1, accumulate)
+            yield stop, stop == total, balanced_share(mine, self._lengths.of(mine), 0, 1, accumulate)
 
     def _steps_of(self, division: Division, epoch: int, start: int, end: int) -> Iterator[tuple[int, list[Indices]]]:
         """For each global batch from `start` to `end`: (the position after it, the samples of each rank)."""

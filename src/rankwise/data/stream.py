@@ -49,6 +49,10 @@ class Step(NamedTuple):
     """The first sample of the whole stream, as text with a digest, if it is in this step and looks the same in each process."""
 
 
+Ready = tuple[int, bool, list[Any], Sequence[Sequence[int] | Indices]]
+"""The first four fields of a Step: all that a Loader needs of it."""
+
+
 class Request(NamedTuple):
     """The request for one optimizer step of a stream."""
 

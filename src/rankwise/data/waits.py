@@ -1,35 +1,37 @@
-"""How long a loop over a Loader waits for its batches, for the loop and for the agent."""
+"""Tells the agent how long a loop over a Loader waits for its batches."""
 
 from __future__ import annotations
 
 import time
 
+from rankwise.dist.world import World, row_for_waits
 from rankwise.host.wait_cost import WaitCost
 from rankwise.ipc.shared_page import Row
 
 
-class Waits:
+class ToldWaits:
     """The waits of one loop. `row`: where the agent reads them.
 
-    waits.begin(); step = next(steps); wait_s += waits.end(batches=2)
+    began = waits.begin(); step = next(steps); waits.end(batches=2)
     """
 
-    def __init__(self, row: Row | None) -> None:
+    def __init__(self, row: Row) -> None:
         self._row, self._cost = row, WaitCost()
         self._known_ns = 0
-        self._began = 0.0
 
-    def begin(self) -> None:
-        if self._row is not None:
-            self._known_ns = self._row.data_wait_ns
-            self._cost.begin()
-        self._began = time.perf_counter()
+    @classmethod
+    def of(cls, world: World) -> ToldWaits | None:
+        """None if no agent reads them."""
+        row = row_for_waits(world)
+        return cls(row) if row is not None else None
 
-    def end(self, batches: int) -> float:
-        """In seconds."""
-        waited_s = time.perf_counter() - self._began
-        if self._row is not None:
-            # A loop over torch's DataLoader inside the wait, or the start of workers, has told the agent of its part.
-            told_ns = self._row.data_wait_ns - self._known_ns
-            self._row.add_data_wait(max(self._cost.end() - told_ns, 0), batches)
-        return waited_s
+    def begin(self) -> float:
+        """Returns the time, as time.perf_counter does."""
+        self._known_ns = self._row.data_wait_ns
+        self._cost.begin()
+        return time.perf_counter()
+
+    def end(self, batches: int) -> None:
+        # A loop over torch's DataLoader inside the wait, or the start of workers, has told the agent of its part.
+        told_ns = self._row.data_wait_ns - self._known_ns
+        self._row.add_data_wait(max(self._cost.end() - told_ns, 0), batches)
