@@ -101,8 +101,7 @@ class Fetch:
             lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)
         )
 
-    def here(self, request: tuple[int, Indices]) -> Any:
-        return self(request)
+    here = __call__
 
     def _sampled(self, epoch: int, indices: list[int]) -> Any:
         if self._samples_keyed is None:
@@ -153,7 +152,7 @@ class FetchByBatch(Fetch):
     def __call__(self, request: tuple[int, Indices], empty: Empty | None = None) -> Any:
         return self._made(request[0], request[1].tolist(), each=True)
 
-    def here(self, request: tuple[int, Indices]) -> Any:
+    def here(self, request: tuple[int, Indices], empty: Empty | None = None) -> Any:
         saved = seeds.SavedStreams()
         saved.save()
         try:

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from operator import call
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,27 +27,33 @@ _WORDS = 624 * 4  # bytes
 _SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator that is used only for the search
 _SEARCHED = 256  # the number of bytes of the object in which the seed is searched
 _HEAD, _NORMALS = 20, 28  # bytes before and after the words
-_OF_TORCH = struct.Struct(f"={_HEAD + 16}s{_WORDS - 16}x{_NORMALS}s")  # without all but 4 words, which change together
 
 PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed knows no such attribute of a function
 """The generator behind the functions of `random`. Its `gauss_next` is the second gaussian, or None."""
+
+_GAUSSIAN = partial(getattr, PYTHON, "gauss_next")
 
 
 class GeneratorMemory(NamedTuple):
     whole: memoryview
     """The words and the position."""
 
-    place: Callable[[], object]
-    """Returns a few bytes; each draw changes at least one of them. Implemented in C, because every step calls it."""
+    looks: tuple[Callable[[], bytes], ...]
+    """They return a few bytes; each draw changes at least one of them. Implemented in C (see `looks`)."""
+
+    def place(self) -> tuple[bytes, ...]:
+        return tuple(map(call, self.looks))
 
 
-def places() -> tuple[object, ...] | None:
-    """What a draw from any of the three changes, except one that uses a gaussian which numpy has cached. None if the memory of
-    one is unknown."""
+def looks() -> tuple[Callable[[], object], ...]:
+    """Functions: after a draw from any of the three, or with another generator of numpy, one of them returns something else;
+    but not after a draw of a gaussian that numpy has cached. Empty if the memory of one generator is unknown. They are
+    implemented in C, because they are called before and after each batch: there each Python function takes 1 us."""
     python, numpy, torch = of_python(), of_numpy(), of_torch()
     if python is None or numpy is None or torch is None:
-        return None
-    return python.place(), PYTHON.gauss_next, numpy.place(), torch.place()
+        return ()
+    generator = np.random.get_bit_generator  # type: ignore[attr-defined]  # numpy's stubs do not export it
+    return (generator, _GAUSSIAN, *python.looks, *numpy.looks, *torch.looks)
 
 
 @cache
@@ -56,7 +63,7 @@ def of_python() -> GeneratorMemory | None:
         return None
     whole = _memory(id(PYTHON) + head, 4 + _WORDS)  # the position first
     _, (*words, position), _ = PYTHON.getstate()
-    return GeneratorMemory(whole, whole[:16].tobytes) if bytes(whole) == struct.pack("=i624I", position, *words) else None
+    return GeneratorMemory(whole, (whole[:16].tobytes,)) if bytes(whole) == struct.pack("=i624I", position, *words) else None
 
 
 def of_numpy() -> GeneratorMemory | None:
@@ -69,7 +76,7 @@ def _numpy_memory(generator: Any) -> GeneratorMemory | None:
     _, words, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     whole = _memory(generator.ctypes.state_address, _WORDS + 4)
     is_here = bytes(whole) == words.tobytes() + struct.pack("=i", position)
-    return GeneratorMemory(whole, whole[-16:].tobytes) if is_here else None
+    return GeneratorMemory(whole, (whole[-16:].tobytes,)) if is_here else None
 
 
 @cache
@@ -93,7 +100,7 @@ def of_torch() -> GeneratorMemory | None:
 
 def _torch_memory(address: int) -> GeneratorMemory:
     whole = _memory(address, _HEAD + _WORDS + _NORMALS)
-    return GeneratorMemory(whole, partial(_OF_TORCH.unpack_from, whole))
+    return GeneratorMemory(whole, (whole[: _HEAD + 16].tobytes, whole[-_NORMALS:].tobytes))  # all words change together
 
 
 def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:

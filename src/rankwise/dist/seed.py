@@ -14,6 +14,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable, Iterator, Set
+from operator import call
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -106,6 +107,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(state[name].cpu())
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class SavedStreams:
     """Saves and restores the streams of this process's CPU generators, around code that may draw from them.
 
@@ -116,36 +120,37 @@ class SavedStreams:
     def __init__(self) -> None:
         self._numpy = _Numpy()
         self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": self._numpy, "torch": _Torch()}
-        self._places: tuple[object, ...] | None = None
-        """Of the state that is saved. None if more must be compared to know whether something was drawn since."""
+        self._looks: tuple[Callable[[], object], ...] = ()
+        """Empty if more must be compared to know whether something was drawn since `save`."""
+        self._seen: list[object] | None = None  # what `_looks` returned then
 
     def save(self) -> None:
         """Save the streams."""
-        if self._are_as_saved():
+        if list(map(call, self._looks)) == self._seen:
             return
         for stream in self._streams.values():
             stream.save()
-        self._note_places()
+        self._look()
 
-    def _are_as_saved(self) -> bool:
-        return self._places is not None and generator_memory.places() == self._places
-
-    def _note_places(self) -> None:
-        self._places = generator_memory.places() if not self._numpy.has_gaussian else None
+    def _look(self) -> None:
+        self._looks = generator_memory.looks() if not self._numpy.has_gaussian else ()
+        self._seen = list(map(call, self._looks)) or None
 
     def moved(self) -> frozenset[str]:
         """The streams that were used or seeded since `save`."""
-        if self._are_as_saved():
-            return frozenset()
+        if list(map(call, self._looks)) == self._seen:
+            return _NONE
         return frozenset([name for name, stream in self._streams.items() if stream.moved()])
 
     def restore(self) -> frozenset[str]:
         """Restore the streams that were used since `save`, and return their names."""
+        if list(map(call, self._looks)) == self._seen:
+            return _NONE
         moved = self.moved()
         for name in moved:
             self._streams[name].restore()
         if moved:
-            self._note_places()
+            self._look()
         return moved
 
 
