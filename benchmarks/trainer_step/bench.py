@@ -121,7 +121,8 @@ def square(width: int, turns: int) -> Case:
 
 
 def gpt(batch: int = 32, precision: str = "fp32", **sizes: int) -> Case:
-    """What examples/04_gpt.py trains, with its schedule, clipping and log every 10 steps. `sizes`: of another GPT."""
+    """What examples/04_gpt.py trains, with its schedule and clipping, a log every 10 steps and a save every 20 s. `sizes`: of
+    another GPT."""
     spec = importlib.util.spec_from_file_location("example_gpt", Path(__file__).parents[2] / "examples" / "04_gpt.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -141,7 +142,9 @@ def gpt(batch: int = 32, precision: str = "fp32", **sizes: int) -> Case:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     data = example.standard_library()[0]
-    return Case(data, parts, 10, 30, batch, example.step, mean_loss, 1.0, schedule, log_every=10, precision=precision)
+    return Case(
+        data, parts, 10, 30, batch, example.step, mean_loss, 1.0, schedule, log_every=10, save_every_s=20, precision=precision
+    )
 
 
 CASES = {
